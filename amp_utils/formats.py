@@ -1,0 +1,185 @@
+"""Anatomy of a floating-point format: fields, values, spacing, range and rounding.
+
+One algorithm serves every format. A finite value is ``(-1)**sign * n * 2**(e - mantissa_bits)`` where ``n``
+is an integer of ``mantissa_bits + 1`` bits and ``e`` never sinks below the exponent of the smallest normal
+number; below it ``n`` loses its leading one, and the number is subnormal (IEEE 754-2019, section 3.3; for
+the fp8 formats OCP 8-bit floating point, revision 1.0). No conversion of torch's is used here, so that
+torch can be the oracle in tests.
+
+>>> FP16.decode(0b0_01111_0000000001), FP16.max, FP16.ulp(2048.0)
+(1.0009765625, 65504.0, 2.0)
+>>> of("bf16").round(torch.tensor([1.001, 70000.0])).tolist()
+[1.0, 70144.0]
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """A binary floating-point format: 1 sign bit, then `exponent_bits`, then `mantissa_bits`.
+
+    A bit pattern is an int of `bits` bits, from 0 up, with the sign on top. tf32 has no torch dtype
+    (`dtype` is None): in hardware it is a float32 whose last 13 mantissa bits are ignored; here it is the
+    19 bits that remain. `finite_only` marks fp8 e4m3fn: no infinities, NaN only where all bits but the sign
+    are one, and what is too large (infinity too) becomes the largest value, as in torch 2.13's ``.to()``.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    dtype: torch.dtype | None
+    finite_only: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Width of a bit pattern: sign, exponent and mantissa together."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def bias(self) -> int:
+        """What is subtracted from a normal number's exponent field to get its power of two."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def max(self) -> float:
+        """Largest finite value."""
+        return self.decode(self._max_bits)
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest positive value with the full number of significant bits."""
+        return math.ldexp(1.0, self._min_exponent)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Smallest positive value; half of it, and anything less, rounds to zero."""
+        return math.ldexp(1.0, self._min_exponent - self.mantissa_bits)
+
+    @property
+    def eps(self) -> float:
+        """Spacing just above 1, ``2**-mantissa_bits`` (as in `torch.finfo`)."""
+        return math.ldexp(1.0, -self.mantissa_bits)
+
+    def fields(self, bits: int) -> tuple[int, int, int]:
+        """Cut a bit pattern into the integers (sign, exponent, mantissa); ValueError if it is too wide."""
+        if not 0 <= bits < 1 << self.bits:
+            top = (1 << self.bits) - 1
+            raise ValueError(f"bits = {bits} is no {self.name} pattern: give an int from 0 to {top}.")
+        return (
+            bits >> (self.bits - 1),
+            bits >> self.mantissa_bits & self._exponent_ones,
+            bits & (1 << self.mantissa_bits) - 1,
+        )
+
+    def decode(self, bits: int) -> float:
+        """The value of a bit pattern: exact, since a Python float is fp64, the widest format here."""
+        sign, exponent, mantissa = self.fields(bits)
+        magnitude = bits & (1 << (self.bits - 1)) - 1
+        if magnitude > self._max_bits:
+            value = math.inf if mantissa == 0 and not self.finite_only else math.nan
+        else:
+            # Exponent field 0 has no hidden one, and shares the power of two of exponent field 1.
+            hidden_one = (exponent > 0) << self.mantissa_bits
+            value = math.ldexp(hidden_one + mantissa, max(exponent, 1) - self.bias - self.mantissa_bits)
+        return -value if sign else value
+
+    def encode(self, value: float) -> int:
+        """The bit pattern of `value`, rounded half to even.
+
+        What is too large becomes infinity (e4m3fn: the largest value). NaN becomes the quiet NaN of its sign;
+        torch's own NaN patterns differ between kernels.
+        """
+        sign = (math.copysign(1.0, value) < 0) << (self.bits - 1)
+        if math.isnan(value):
+            return sign | self._nan_bits
+        if math.isinf(value):
+            return sign | self._overflow_bits
+        exponent = self._exponent(value)
+        significand = round(math.ldexp(abs(value), self.mantissa_bits - exponent))
+        # Adding, not or-ing: the hidden one raises the exponent field by one, and so does a carry of
+        # rounding.
+        magnitude = (exponent - self._min_exponent << self.mantissa_bits) + significand
+        return sign | (magnitude if magnitude <= self._max_bits else self._overflow_bits)
+
+    def ulp(self, value: float) -> float:
+        """Spacing from ``|value|`` to the next larger magnitude; infinite past `max`, NaN for NaN.
+
+        Just *below* a power of two the spacing is half of what this returns.
+        """
+        if math.isnan(value) or abs(value) > self.max:
+            return abs(value) * math.inf
+        return math.ldexp(1.0, self._exponent(value) - self.mantissa_bits)
+
+    def round(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Round every element to this format, half to even; the result keeps the shape and dtype of `tensor`.
+
+        Any floating dtype will do (else TypeError); the arithmetic is float64. Not differentiable.
+        """
+        if not tensor.is_floating_point():
+            raise TypeError(f"tensor has dtype {tensor.dtype}: give a floating-point tensor.")
+        if self.mantissa_bits == 52:  # float64 already: every tensor holds fp64 values
+            return tensor.detach().clone()
+        # Apple's mps has no float64.
+        home = "cpu" if tensor.device.type == "mps" else tensor.device
+        x = tensor.detach().to(home, torch.float64)
+        # The power of two of each element, from its own float64 bits; infinity and NaN have 1024, 1023 will
+        # do.
+        exponent = ((x.view(torch.int64) >> 52 & 0x7FF) - 1023).clamp(self._min_exponent, 1023)
+        quantum = (exponent - self.mantissa_bits + 1023 << 52).view(torch.float64)
+        rounded = torch.round(x / quantum) * quantum
+        overflow = torch.copysign(torch.full_like(x, self.decode(self._overflow_bits)), x)
+        rounded = torch.where(rounded.abs() > self.max, overflow, rounded)
+        return rounded.to(tensor.device, tensor.dtype)
+
+    def _exponent(self, value: float) -> int:
+        return max(math.frexp(value)[1] - 1, self._min_exponent) if value else self._min_exponent
+
+    @property
+    def _min_exponent(self) -> int:
+        return 1 - self.bias
+
+    @property
+    def _exponent_ones(self) -> int:
+        return (1 << self.exponent_bits) - 1
+
+    @property
+    def _max_bits(self) -> int:
+        if self.finite_only:
+            return (1 << (self.bits - 1)) - 2
+        return (self._exponent_ones << self.mantissa_bits) - 1
+
+    @property
+    def _overflow_bits(self) -> int:
+        return self._max_bits if self.finite_only else self._max_bits + 1
+
+    @property
+    def _nan_bits(self) -> int:
+        if self.finite_only:
+            return self._max_bits + 1
+        return self._max_bits + 1 | 1 << (self.mantissa_bits - 1)
+
+
+FP64 = Format("fp64", 11, 52, torch.float64)
+FP32 = Format("fp32", 8, 23, torch.float32)
+TF32 = Format("tf32", 8, 10, None)
+FP16 = Format("fp16", 5, 10, torch.float16)
+BF16 = Format("bf16", 8, 7, torch.bfloat16)
+E4M3FN = Format("e4m3fn", 4, 3, torch.float8_e4m3fn, finite_only=True)
+E5M2 = Format("e5m2", 5, 2, torch.float8_e5m2)
+
+FORMATS: dict[str, Format] = {f.name: f for f in (FP64, FP32, TF32, FP16, BF16, E4M3FN, E5M2)}
+
+
+def of(key: str | torch.dtype | Format) -> Format:
+    """Find a format by name ("fp16") or torch dtype, or pass one through; else ValueError."""
+    if isinstance(key, Format):
+        return key
+    for format in FORMATS.values():
+        if key == format.name or (key == format.dtype and key is not None):
+            return format
+    names = ", ".join(repr(name) for name in FORMATS)
+    raise ValueError(f"format = {key!r} is not known: give one of {names}, or the torch dtype of one.")
