@@ -260,7 +260,7 @@ def _observe(op, args, kwargs, device, low, dtypes, autocast) -> _Observation:
         as_dtype = next(turn) if leaf.is_floating_point() else leaf.dtype
         if device == "cuda":
             return torch.empty(leaf.shape, device=device, dtype=as_dtype)
-        return leaf.detach().to(as_dtype, copy=True)
+        return leaf.detach().to("cpu", as_dtype, copy=True)
 
     with ExitStack() as stack:
         # Autograd on fake CUDA tensors ends the process in a CPU build of torch.

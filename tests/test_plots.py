@@ -26,7 +26,7 @@ def test_a_shown_figure_carries_its_description_and_is_closed(monkeypatch):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda data, raw, metadata: shown.append((data, metadata)))
     plots.curves({"fp32": [1.0, 0.5]}, title="t", xlabel="x", ylabel="y", alt="a falling line")
-    (data, metadata), = shown
+    ((data, metadata),) = shown
     assert data["text/plain"] == "[figure: a falling line]"
     assert metadata["image/png"]["alt"] == "a falling line"
     assert data["image/png"].startswith("iVBOR")  # the PNG signature in base64
@@ -77,7 +77,9 @@ def test_spacing_is_the_ulp(drawn):
 
 
 def test_the_strip_names_each_op_and_its_dtype(drawn):
-    plots.dtype_strip([("linear", "bf16", "bf16", True), ("mse_loss", "fp32", "fp32", False)], title="t", alt="a")
+    plots.dtype_strip(
+        [("linear", "bf16", "bf16", True), ("mse_loss", "fp32", "fp32", False)], title="t", alt="a"
+    )
     texts = [t.get_text() for t in drawn[0][0].axes[0].texts]
     assert "linear" in texts and "fp32" in texts and any("cast" in t for t in texts)
 
