@@ -89,9 +89,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def policy(
-    op: Callable, *args: Any, device: str = "cpu", dtype: torch.dtype | None = None, **kwargs: Any
-) -> Policy:
+def policy(op: Callable, *args: Any, device: str = "cpu", dtype: torch.dtype | None = None, **kwargs: Any) -> Policy:
     """What autocast does with ``op(*args, **kwargs)``, found by running it with and without autocast.
 
     `args` hold small tensors, anywhere in them; their floating dtypes do not matter, since the op runs on
@@ -115,9 +113,7 @@ def policy(
     if low not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype = {dtype} is not allowed: give torch.float16 or torch.bfloat16.")
     if not _floats((args, kwargs)):
-        raise ValueError(
-            "args hold no floating-point tensor: give one at least, or autocast has nothing to decide."
-        )
+        raise ValueError("args hold no floating-point tensor: give one at least, or autocast has nothing to decide.")
     fp32, call = torch.float32, functools.partial(_observe, op, args, kwargs, device, low)
 
     on = call((fp32,), autocast=True)

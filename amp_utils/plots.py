@@ -48,8 +48,11 @@ def curves(
     """Lines over the step number, each labelled at its end; gaps where a value is not finite."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 3.2))
+        free = [color for color in CYCLE if color not in {COLORS.get(label.split()[0]) for label in series}]
         for i, (label, values) in enumerate(series.items()):
-            color = COLORS.get(label.split()[0], CYCLE[i % len(CYCLE)])
+            wanted = COLORS.get(label.split()[0])
+            taken = {line.get_color() for line in axes.lines}
+            color = wanted if wanted and wanted not in taken else free.pop(0)
             values = [value if math.isfinite(value) else math.nan for value in values]
             axes.plot(range(1, len(values) + 1), values, color=color, linestyle=LINES[i % len(LINES)], label=label)
         if log:
@@ -136,9 +139,7 @@ def range_bars(formats: Sequence[Format], *, title: str, alt: str) -> None:
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 0.45 * len(formats) + 1.1))
         for row, fmt in enumerate(formats):
-            low, normal, high = (
-                math.log2(v) for v in (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max)
-            )
+            low, normal, high = (math.log2(v) for v in (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max))
             axes.barh(-row, high - normal, left=normal, color="#0072B2", height=0.6)
             axes.barh(-row, normal - low, left=low, color="#CFE3F1", edgecolor="#0072B2", hatch="///", height=0.6)
             axes.text(low - 2, -row, f"2^{low:.0f}", ha="right", va="center", fontsize=9)

@@ -101,9 +101,7 @@ def test_limits_are_those_of_finfo(format):
     assert (format.smallest_normal, format.eps) == (info.smallest_normal, info.eps)
     assert format.decode(1) == format.smallest_subnormal == format.ulp(0.0)
     if format not in (E4M3FN, E5M2):  # torch has no nextafter for fp8
-        next_to_zero = torch.nextafter(
-            torch.zeros((), dtype=format.dtype), torch.ones((), dtype=format.dtype)
-        )
+        next_to_zero = torch.nextafter(torch.zeros((), dtype=format.dtype), torch.ones((), dtype=format.dtype))
         assert format.smallest_subnormal == next_to_zero.item()
 
 
@@ -226,11 +224,7 @@ def test_facts_of_the_course():
     assert FP16.fields(0b1_10000_1000000000) == (1, 16, 512) and FP16.decode(0b1_10000_1000000000) == -3.0
     assert E4M3FN.max == 448.0 == E4M3FN.decode(E4M3FN.encode(math.inf)) == E4M3FN.decode(E4M3FN.encode(1e9))
     assert E4M3FN.decode(E4M3FN.encode(-math.inf)) == -448.0
-    assert (
-        math.isnan(E4M3FN.decode(0x7F))
-        and math.isnan(E4M3FN.decode(0xFF))
-        and E4M3FN.encode(math.nan) == 0x7F
-    )
+    assert math.isnan(E4M3FN.decode(0x7F)) and math.isnan(E4M3FN.decode(0xFF)) and E4M3FN.encode(math.nan) == 0x7F
     assert E5M2.max == 57344.0 and E5M2.decode(E5M2.encode(61440.0)) == math.inf
     assert FP16.ulp(2048.0) == 2.0 and FP16.ulp(2047.0) == 1.0 and FP16.ulp(70000.0) == math.inf
     assert math.isnan(FP16.ulp(math.nan)) and FP16.ulp(math.inf) == math.inf

@@ -113,12 +113,8 @@ def test_every_listed_op_has_the_policy_that_torch_documents(device, low, capfd)
             wrong.append(f"{name}: documented {documented}, found {policy}")
     assert not wrong, "\n".join(wrong)
     assert unavailable <= UNAVAILABLE[device]
-    assert sum(got.values()) == {"cpu": 72, "cuda": 182}[device] and got["unavailable"] <= len(
-        UNAVAILABLE[device]
-    )
-    assert capfd.readouterr().err == "", (
-        "an op that fails must not leave its traceback in a learner's notebook"
-    )
+    assert sum(got.values()) == {"cpu": 72, "cuda": 182}[device] and got["unavailable"] <= len(UNAVAILABLE[device])
+    assert capfd.readouterr().err == "", "an op that fails must not leave its traceback in a learner's notebook"
     with capfd.disabled():
         print(f"\n{device} {low}: {dict(got)}, not available here: {sorted(unavailable)}")
 
@@ -161,14 +157,8 @@ def test_what_cannot_run_is_unavailable():
     def broken(x):
         raise RuntimeError("no kernel")
 
-    assert (
-        ledger.policy(broken, torch.rand(2))
-        == ledger.policy(broken, torch.rand(2), device="cuda")
-        == "unavailable"
-    )
-    assert (
-        ledger.policy(nn.Linear(4, 4), torch.rand(2, 4), device="cuda") == "unavailable"
-    )  # its weights are real
+    assert ledger.policy(broken, torch.rand(2)) == ledger.policy(broken, torch.rand(2), device="cuda") == "unavailable"
+    assert ledger.policy(nn.Linear(4, 4), torch.rand(2, 4), device="cuda") == "unavailable"  # its weights are real
 
 
 def everything_that_policy_touches():

@@ -77,9 +77,7 @@ def test_spacing_is_the_ulp(drawn):
 
 
 def test_the_strip_names_each_op_and_its_dtype(drawn):
-    plots.dtype_strip(
-        [("linear", "bf16", "bf16", True), ("mse_loss", "fp32", "fp32", False)], title="t", alt="a"
-    )
+    plots.dtype_strip([("linear", "bf16", "bf16", True), ("mse_loss", "fp32", "fp32", False)], title="t", alt="a")
     texts = [t.get_text() for t in drawn[0][0].axes[0].texts]
     assert "linear" in texts and "fp32" in texts and any("cast" in t for t in texts)
 

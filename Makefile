@@ -1,0 +1,57 @@
+# Mixed Precision, Hands On. Every target builds .venv first where it is missing, and costs nothing where it is there.
+PYTHON ?= python3
+PORT ?=
+BROWSER ?=
+NB ?=
+P ?=
+THREADS ?= 1
+
+BIN := .venv/bin
+# A lesson is validated on the CPU, whatever the machine has. Kernels side by side with more threads than cores spin
+# against each other, so two workers get one thread each, and more threads get one worker.
+ON_CPU := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE=1
+WORKERS := $(if $(filter 1,$(THREADS)),-n 2 --dist loadscope,-n 0)
+
+.DEFAULT_GOAL := help
+.PHONY: help lab run save test validate lint format clean ready
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+lab: ready  ## open the course in JupyterLab (PORT=8888, BROWSER=no: just print the address)
+	@exec $(if $(filter yes no,$(BROWSER)),env -u BROWSER) $(BIN)/python -m jupyterlab \
+	  --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb --ip=127.0.0.1 \
+	  $(if $(PORT),--port="$(PORT)" --ServerApp.port_retries=0) $(if $(filter no,$(BROWSER)),--no-browser) \
+	  --LabApp.extension_manager=readonly --LabApp.news_url= \
+	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate \
+	  $(if $(filter 0,$(shell id -u)),--allow-root)
+
+run: ready  ## run lessons into runs/ (NB=12: one lesson, P="-p precision bf16 -p steps 100": its parameters)
+	@$(BIN)/python -m amp_utils.run $(NB) $(P)
+
+save: ready  ## run lessons on the CPU and keep their outputs in notebooks/ (NB=12: one lesson)
+	@$(BIN)/python -m amp_utils.run --save $(NB)
+
+test: ready  ## check everything: units, promises, then every notebook against its saved outputs
+	$(ON_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests amp_utils
+	@$(MAKE) --no-print-directory validate
+
+validate: ready  ## check only the notebooks against their saved outputs (THREADS=2: with two threads)
+	$(ON_CPU) OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) -v -p no:doctest \
+	  --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks
+
+lint: ready  ## check code and notebooks with ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: ready  ## lay out code and notebooks with ruff
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment and all that was made
+	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ready:
+	@command -v "$(PYTHON)" >/dev/null || { echo "PYTHON = '$(PYTHON)' was not found: give a Python 3.11 or newer, for example make lab PYTHON=python3.12." >&2; exit 1; }
+	@"$(PYTHON)" -I amp_utils/bootstrap.py $(if $(filter lab,$(MAKECMDGOALS)),$(if $(PORT),--port "$(PORT)"))
