@@ -30,7 +30,7 @@ SETTINGS = {
     "share/jupyter/lab/settings/overrides.json": {
         "@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}
     },
-    "etc/ipython/ipython_kernel_config.json": {"IPKernelApp": {"log_level": 40}},
+    "etc/ipython/ipython_kernel_config.json": {"IPKernelApp": {"log_level": 50}},
 }
 
 
@@ -105,7 +105,7 @@ def build(root, lock):
     pip = [python, "-I", "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--progress-bar", "off"]
     requirements = os.path.join(root, "requirements.lock")
     with open(requirements) as file:
-        total = sum(1 for line in file if "==" in line.split("#")[0])
+        total = sum(1 for line in file if "==" in line and line[0] != "#" and ";" not in line)
     say(f"Installing {total} packages; the first time this takes a few minutes.")
     # What an interrupted pip left behind in an environment that may not be cleared is not to be trusted.
     again = ["--force-reinstall"] if interrupted and not ours else []
@@ -194,17 +194,20 @@ def watch(pipe, total):
             if not data:
                 break
             output += data.decode("utf-8", "replace")
-            seen = min(total, len(re.findall(r"^(?:Collecting|Requirement already satisfied:) ", output, re.M)))
-            files = re.findall(r"^ *(?:Downloading|Using cached|Processing) (\S+(?: \(.*\))?)$", output, re.M)
+            seen = min(
+                total, len(re.findall(r"^(?:Collecting|Processing|Requirement already).*\(from -r ", output, re.M))
+            )
+            files = re.findall(r"^ *(?:Downloading|Using cached|Processing) (\S+(?: \([0-9.]+ .B\))?)", output, re.M)
             doing = files[-1].split("/")[-1] if files else ""
             if "\nInstalling collected packages" in output:
                 doing = "unpacking and installing"
+        seconds = f"{time.time() - begin:.0f} s"
         if total and terminal:
-            line = f"[{seen}/{total}] {time.time() - begin:.0f} s  {doing}"
+            line = f"[{seen}/{total}] {seconds}  {doing}"
             print("\r\033[K" + line[: shutil.get_terminal_size().columns - 1], end="", flush=True)
-        elif total and seen >= shown + 25:
+        elif total and (seen >= shown + 25 or (seen == total and shown < total)):
             shown = seen
-            say(f"  {seen} of {total} packages looked up, {time.time() - begin:.0f} s")
+            say(f"  {seen} of {total} packages found after {seconds}")
     if total and terminal:
         print("\r\033[K", end="", flush=True)
     return output

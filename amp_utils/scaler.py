@@ -1,13 +1,12 @@
 """Dynamic loss scaling from scratch, and a flight recorder for any scaler.
 
-`LossScaler` does what `torch.amp.GradScaler` does, bit for bit, in plain tensor code (the algorithm is that of
-Micikevicius et al., arXiv 1710.03740, section 3.2, as torch made it dynamic): multiply the loss by a scale, divide the
-gradients by it, leave out the step when a gradient is inf or NaN, and let the scale follow what happened.
+The idea is that of Micikevicius et al., *Mixed Precision Training*, arXiv 1710.03740, section 3.2: multiply the
+loss, and by the chain rule every gradient, by a scale that lifts them above fp16's smallest number; divide before
+the optimizer sees them; leave out a step whose gradients overflowed. The scale then follows what happened.
 """
 
-import math
+import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -15,21 +14,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-@dataclass
-class _Seen:
-    """What has happened to one optimizer since the last update."""
-
-    unscaled: bool = False
-    stepped: bool = False
-    found_inf: bool | None = None  # None: its gradients were not looked at
-
-
 class LossScaler:
-    """Dynamic loss scaling, call-compatible with `torch.amp.GradScaler` and equal to it bit for bit.
+    """Dynamic loss scaling in plain tensor code, call-compatible with `torch.amp.GradScaler` and bit-equal to it.
 
-    scale(loss).backward() → unscale_(optimizer), if the gradients are to be looked at → step(optimizer) → update().
-    The scale is a float32 tensor; it appears with the first call of `scale`. With enabled=False, or for device "cuda"
-    where there is no GPU, everything passes through.
+    scale(loss).backward(), then unscale_(optimizer) if you want to see or clip the gradients, then step(optimizer),
+    and at the end update(). Misuse raises what torch raises. The scale is a 0-d float32 tensor, made by the first
+    call of `scale` on the device of what it is given. With enabled=False, or device="cuda" without a GPU (which
+    warns), nothing is scaled and `step` is the optimizer's own.
+
+    Differs from torch: a fused optimizer gets its gradients unscaled like any other, not inside its kernel, which
+    rounds differently when the scale is no power of two.
     """
 
     def __init__(
@@ -41,19 +35,23 @@ class LossScaler:
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        self._device = device
-        self._enabled = enabled and (device != "cuda" or torch.cuda.is_available())
-        if self._enabled and growth_factor <= 1.0:
+        if enabled and device == "cuda" and not torch.cuda.is_available():
+            warnings.warn("LossScaler found no CUDA GPU and is disabled; for the CPU give device='cpu'.", stacklevel=2)
+            enabled = False
+        if enabled and growth_factor <= 1.0:
             raise AssertionError("The growth factor must be > 1.0.")
-        if self._enabled and backoff_factor >= 1.0:
+        if enabled and backoff_factor >= 1.0:
             raise AssertionError("The backoff factor must be < 1.0.")
+        self._device, self._enabled = device, enabled
+        self._init_scale, self._scale = init_scale, None
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval, self._growth_tracker = growth_interval, 0
-        self._init_scale, self._scale = init_scale, None
-        self._seen: dict[int, _Seen] = {}
+        # Since the last update, by id(optimizer): was an inf or NaN found (None: no gradients)? Who called step?
+        self._found_inf: dict[int, Tensor | None] = {}
+        self._stepped: set[int] = set()
 
     def scale(self, outputs: Tensor | Iterable) -> Tensor | Iterable:
-        """Multiply a tensor, or every tensor of a nested iterable, by the scale. Raises ValueError for others."""
+        """Multiply a tensor, or each tensor in nested iterables, by the scale; ValueError for anything else."""
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
@@ -65,89 +63,94 @@ class LossScaler:
             return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
+    @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, in place, and note whether any was inf or NaN.
+        """Divide the optimizer's gradients by the scale, in place, and note whether one was inf or NaN.
 
-        Raises RuntimeError when called twice, or after `step`; ValueError for float16 gradients, in which the division
-        would lose what the scale has saved.
+        Raises RuntimeError for a second call, or one after `step`, before `update`; ValueError for float16 gradients,
+        in which dividing would lose what scaling has saved.
         """
         if not self._enabled:
             return
-        seen = self._since_update(optimizer, "unscale_")
-        if seen.stepped:
+        self._require_scale("unscale_")
+        if id(optimizer) in self._stepped:
             raise RuntimeError("unscale_() is being called after step().")
-        if seen.unscaled:
+        if id(optimizer) in self._found_inf:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        gradients = _gradients(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters]
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError("Attempting to unscale FP16 gradients.")
-        # The reciprocal in float64 and rounded once, as torch does it: float32 division differs on some devices.
+        # Taken in float64 and rounded once: float32 division is inexact under some compiler settings.
         inverse = self._scale.double().reciprocal().float()
-        finite = [torch.isfinite(gradient).all().to(inverse.device) for gradient in gradients]
-        with torch.no_grad():
-            for gradient in gradients:
-                gradient.mul_(inverse.to(gradient.device))
-        seen.unscaled = True
-        seen.found_inf = not torch.stack(finite).all().item() if finite else None
+        finite = [gradient.isfinite().all().to(inverse.device) for gradient in gradients]
+        for gradient in gradients:
+            gradient.mul_(inverse.to(gradient.device))
+        self._found_inf[id(optimizer)] = ~torch.stack(finite).all() if finite else None
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscale if that has not been done, then step the optimizer, unless a gradient was inf or NaN."""
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale, if that is still to do, and return optimizer.step(...); None if an inf or NaN made it skip."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
-        seen = self._since_update(optimizer, "step")
-        if seen.stepped:
+        self._require_scale("step")
+        if id(optimizer) in self._stepped:
             raise RuntimeError("step() has already been called since the last update().")
-        if not seen.unscaled:
+        if id(optimizer) not in self._found_inf:
             self.unscale_(optimizer)
-        if seen.found_inf is None:
+        found_inf = self._found_inf[id(optimizer)]
+        if found_inf is None:
             raise AssertionError("No inf checks were recorded for this optimizer.")
-        result = None if seen.found_inf else optimizer.step(*args, **kwargs)
-        seen.stepped = True
+        result = None if found_inf else optimizer.step(*args, **kwargs)  # `if` waits for the device
+        self._stepped.add(id(optimizer))
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Let the scale back off after an inf or NaN, grow after `growth_interval` good steps, or become `new_scale`."""
+        """Close the iteration: shrink the scale if any optimizer met an inf or NaN, else grow it when that is due.
+
+        Growth is due after `growth_interval` good iterations in a row, and left out if it would reach infinity. A
+        `new_scale`, a float or a 0-d tensor on the scaler's device, is taken instead of all that.
+        """
         if not self._enabled:
             return
         self._require_scale("update")
-        if new_scale is not None:
-            self._set_scale(new_scale)
+        found_inf = [found for found in self._found_inf.values() if found is not None]
+        if isinstance(new_scale, float):
+            self._scale.fill_(new_scale)
+        elif new_scale is not None:
+            if new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad:
+                kinds = "a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."
+                raise AssertionError(f"new_scale should be {kinds}")
+            self._scale.copy_(new_scale)
+        elif not found_inf:
+            raise AssertionError("No inf checks were recorded prior to update.")
         else:
-            found = [seen.found_inf for seen in self._seen.values() if seen.found_inf is not None]
-            if not found:
-                raise AssertionError("No inf checks were recorded prior to update.")
-            self._adapt(any(found))
-        self._seen = {}
+            self._adapt(any(found_inf))
+        self._found_inf, self._stepped = {}, set()
 
     def _adapt(self, found_inf: bool) -> None:
+        self._growth_tracker = 0 if found_inf else self._growth_tracker + 1
         if found_inf:
-            self._scale.copy_(self._scale.double() * self._backoff_factor)
-            self._growth_tracker = 0
-            return
-        self._growth_tracker += 1
-        if self._growth_tracker == self._growth_interval:
+            self._scale.copy_(self._scale.double() * self._backoff_factor)  # rounds once, as it copies to float32
+        elif self._growth_tracker == self._growth_interval:
             grown = (self._scale.double() * self._growth_factor).float()
-            if math.isfinite(grown.item()):
-                self._scale.copy_(grown)
+            self._scale.copy_(torch.where(grown.isfinite(), grown, self._scale))
             self._growth_tracker = 0
 
-    def _set_scale(self, new_scale: float | Tensor) -> None:
-        if isinstance(new_scale, Tensor):
-            usable = new_scale.device.type == self._device and new_scale.numel() == 1 and not new_scale.requires_grad
-            if not usable:
-                raise AssertionError(
-                    "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-                    "torch.FloatTensor with requires_grad=False."
-                )
-        self._scale.copy_(torch.as_tensor(new_scale).reshape(()))
+    def _require_scale(self, caller: str) -> None:
+        if self._scale is None:
+            fix = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
+            raise AssertionError(f"Attempted {caller} but _scale is None.  {fix}")
 
     def get_scale(self) -> float:
-        """The scale as a Python float; 1.0 when disabled. Waits for the device."""
+        """The scale as a Python float, 1.0 when disabled. Waits for the device."""
         if not self._enabled:
             return 1.0
         return self._init_scale if self._scale is None else self._scale.item()
+
+    def is_enabled(self) -> bool:
+        return self._enabled
 
     def get_growth_factor(self) -> float:
         return self._growth_factor
@@ -167,11 +170,8 @@ class LossScaler:
     def set_growth_interval(self, new_interval: int) -> None:
         self._growth_interval = new_interval
 
-    def is_enabled(self) -> bool:
-        return self._enabled
-
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs, under the names that torch's scaler uses; empty when disabled."""
+        """What a checkpoint needs, in the keys of torch's scaler; empty when disabled. Call it after `update`."""
         if not self._enabled:
             return {}
         return {
@@ -183,87 +183,88 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of a scaler of this class or of torch's. Raises RuntimeError for an empty state."""
+        """Take over the state of a LossScaler or of torch's scaler; RuntimeError if it was saved disabled."""
         if not self._enabled:
             return
-        if not state_dict:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
-            )
+        if len(state_dict) == 0:
+            saved = "possibly because it was saved from a disabled instance of GradScaler."
+            raise RuntimeError(f"The source state dict is empty, {saved}")
         self._init_scale = state_dict["scale"]
         if self._scale is not None:
-            self._scale.fill_(state_dict["scale"])
+            self._scale.fill_(self._init_scale)
         self._growth_factor = state_dict["growth_factor"]
         self._backoff_factor = state_dict["backoff_factor"]
         self._growth_interval = state_dict["growth_interval"]
         self._growth_tracker = state_dict["_growth_tracker"]
 
-    def _require_scale(self, caller: str) -> None:
-        if self._scale is None:
-            raise AssertionError(
-                f"Attempted {caller} but _scale is None.  This may indicate your script did not use "
-                "scaler.scale(loss or outputs) earlier in the iteration."
-            )
-
-    def _since_update(self, optimizer: Optimizer, caller: str) -> _Seen:
-        self._require_scale(caller)
-        return self._seen.setdefault(id(optimizer), _Seen())
-
-
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The values of all gradients that there are; of a sparse one those that are stored."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
-
 
 class Row(NamedTuple):
-    """One optimiser step, from one update to the next."""
+    """One iteration, as a scaler saw it."""
 
     step: int  # 1, 2, 3, …
-    scale: float  # the scale this step was made with
+    scale: float  # with which this iteration's gradients were made
     found_inf: bool  # an optimizer met an inf or NaN gradient
-    skipped: int  # how many optimizers left out their step
-    growth_tracker: int  # good steps in a row, after the update
+    skipped: int  # how many optimizers did not step
+    growth_tracker: int  # good iterations in a row, after the update
 
 
 class FlightRecorder:
-    """Wraps a `LossScaler` or `torch.amp.GradScaler`: use it in the scaler's place and read `rows` afterwards.
+    """Stands in for a `LossScaler` or a `torch.amp.GradScaler` and adds a Row to `rows` at each update.
 
-    Everything else is the scaler's own. A disabled scaler is recorded too: scale 1, nothing skipped.
+    Everything else is the scaler's own. A disabled scaler is recorded too, with scale 1. On a GPU each update waits
+    for the device, since the scale is read back.
     """
 
     def __init__(self, scaler: Any) -> None:
         self.scaler = scaler
         self.rows: list[Row] = []
-        self._skipped = 0
+        # Since the last update, by id(optimizer): did it step? None: it was unscaled, and step not called yet.
+        self._ran: dict[int, bool | None] = {}
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scaler":  # not there yet while copying or unpickling
+        if name == "scaler":  # only while being copied or unpickled
             raise AttributeError(name)
         return getattr(self.scaler, name)
 
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """The scaler's `unscale_`."""
+        self.scaler.unscale_(optimizer)
+        self._ran.setdefault(id(optimizer), None)
+
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """The scaler's step; notes whether the optimizer was really stepped."""
-        stepped = False
+        """The scaler's `step`; a hook, removed again, tells whether the optimizer really stepped."""
+        ran = False
 
         def note(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-            nonlocal stepped
-            # A fused optimizer is always called and skips by itself: torch tells it so in this attribute.
-            found_inf = getattr(optimizer, "found_inf", None)
-            stepped = found_inf is None or found_inf.item() == 0
+            nonlocal ran
+            # Torch's scaler always calls a fused optimizer, which skips by itself if this attribute says so.
+            ran = not getattr(optimizer, "found_inf", False)
 
         hook = optimizer.register_step_pre_hook(note)
         try:
             result = self.scaler.step(optimizer, *args, **kwargs)
         finally:
             hook.remove()
-        self._skipped += not stepped
+        self._ran[id(optimizer)] = ran
         return result
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """The scaler's update; adds a row."""
-        scale = self.scaler.get_scale()
-        self.scaler.update(*args, **kwargs)
-        tracker = self.scaler.state_dict().get("_growth_tracker", 0)
-        self.rows.append(Row(len(self.rows) + 1, scale, self._skipped > 0, self._skipped, tracker))
-        self._skipped = 0
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """The scaler's `update`; adds a row."""
+        scale, before = self.scaler.get_scale(), self.scaler.state_dict()
+        self.scaler.update(new_scale)
+        after = self.scaler.state_dict()
+        ran = self._ran.values()
+        # A scaler keeps the finding of an optimizer that was unscaled and never stepped to itself: ask the scale.
+        found_inf = False in ran or (None in ran and new_scale is None and _backed_off(before, after))
+        skipped = len(ran) - sum(map(bool, ran))
+        tracker = after.get("_growth_tracker", 0)
+        self.rows.append(Row(len(self.rows) + 1, float(scale), found_inf, skipped, tracker))
+        self._ran = {}
+
+
+def _backed_off(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    """Whether an update met an inf: it alone starts the tracker anew without growth being due."""
+    if not before or after["_growth_tracker"] != 0:
+        return False
+    growth_was_due = before["_growth_tracker"] + 1 == before["growth_interval"]
+    return not growth_was_due or after["scale"] < before["scale"]

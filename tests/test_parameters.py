@@ -30,7 +30,7 @@ def cases():
                 yield pytest.param(path, name, value, id=f"{path.stem}-{name}-{value}")
 
 
-@pytest.mark.parametrize(("path", "name", "value"), cases())
+@pytest.mark.parametrize(("path", "name", "value"), list(cases()))
 def test_a_wrong_value_is_one_sentence_that_names_it(path, name, value, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     parameters, validation = first_cells(path)

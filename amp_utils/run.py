@@ -1,0 +1,229 @@
+"""Run lessons from the console, with parameters: `python -m amp_utils.run [LESSON ...] [-p NAME VALUE ...] [--save]`.
+
+A lesson is executed by papermill, from `notebooks/` into `runs/`, where only a finished run gets the lesson's name: one
+under way is `.NAME.partial.ipynb`, one that failed `NAME.failed.ipynb`. With `--save`, nbclient executes it on the CPU
+and its outputs take the place of the saved ones in `notebooks/`.
+"""
+
+import contextlib
+import difflib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import nbclient
+import nbformat
+import papermill
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+from papermill.exceptions import PapermillExecutionError
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+Step = Callable[..., None]  # called by nbclient with cell and cell_index when a cell has been executed
+
+
+class LessonFailed(Exception):
+    """A lesson stopped: `outcome` is a word or two for the table, the message one sentence for the console."""
+
+    def __init__(self, outcome: str, sentence: str):
+        super().__init__(sentence)
+        self.outcome = outcome
+
+
+def parse_value(text: str) -> int | float | bool | str:
+    """A parameter's value as typed at the console: whole number, number, true or false, else text.
+
+    >>> [parse_value(text) for text in ("100", "1e-3", "inf", "True", "bf16")]
+    [100, 0.001, inf, True, 'bf16']
+    """
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def choose(wanted: Sequence[str], notebooks: Path) -> list[Path]:
+    """The lessons named by number or by the beginning of their name ("12", "A1", "12_check"); all where none is named.
+
+    Raises click.UsageError for a name that fits no lesson, or several.
+    """
+    lessons = sorted(notebooks.glob("[!.]*.ipynb"))
+    listing = ", ".join(path.stem for path in lessons)
+    if not lessons:
+        raise click.UsageError(f"There are no lessons in {notebooks}: run this from the project's folder.")
+    chosen = []
+    for text in wanted:
+        name = Path(text).name.removesuffix(".ipynb").lower()
+        found = [path for path in lessons if path.stem.lower().split("_")[0] in (name, name.zfill(2))]
+        found = found or [path for path in lessons if path.stem.lower().startswith(name)]
+        if len(found) != 1:
+            why = "is the beginning of several lessons" if found else "is not a lesson"
+            raise click.UsageError(f"{text!r} {why}: give one of {listing}, or its number.")
+        chosen += found
+    return chosen or lessons
+
+
+def check_names(parameters: Mapping[str, Any], lessons: Sequence[Path]) -> None:
+    """Raise click.UsageError where a lesson has no parameter of a given name; papermill itself would only warn."""
+    for path in lessons if parameters else []:
+        known = list(papermill.inspect_notebook(str(path)))
+        for name, value in parameters.items():
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" (did you mean {close[0]}?)" if close else ""
+                allowed = f"give one of {', '.join(known)}{hint}" if known else "it has none"
+                raise click.UsageError(
+                    f"{name} = {value!r} is not allowed: {path.stem} has no such parameter, {allowed}."
+                )
+
+
+def run_lesson(path: Path, runs: Path, parameters: Mapping[str, Any], step: Step) -> None:
+    """Execute one lesson through papermill into `runs`. Raises LessonFailed.
+
+    Only a finished run gets the lesson's name, and an older result is removed first.
+    """
+    under_way, failed, finished = (
+        runs / name.format(path.stem) for name in (".{}.partial.ipynb", "{}.failed.ipynb", "{}.ipynb")
+    )
+    runs.mkdir(exist_ok=True)
+    for older in (under_way, failed, finished):  # an older result must not pass for this run's
+        older.unlink(missing_ok=True)
+    try:
+        papermill.execute_notebook(
+            path,
+            under_way,
+            parameters,
+            cwd=path.parent,
+            progress_bar=False,
+            on_cell_executed=step,
+            coalesce_streams=True,
+        )
+        os.replace(under_way, finished)
+    except PapermillExecutionError as error:
+        os.replace(under_way, failed)
+        where = f"cell {error.exec_count or error.cell_index + 1}; see {failed.parent.name}/{failed.name}"
+        raise explained(path.stem, error.ename, error.evalue, where) from None
+    except DeadKernelError:
+        os.replace(under_way, failed)
+        raise dead(path.stem) from None
+    finally:
+        under_way.unlink(missing_ok=True)
+
+
+def save_lesson(path: Path, step: Step) -> None:
+    """Execute one lesson and store its outputs in its own file, which changes only when all went well.
+
+    Source, cell ids, metadata and the results that `lesson.record` left stay; times of execution are not stored.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    metadata = nbformat.from_dict(notebook.metadata)
+    resources = {"metadata": {"path": str(path.parent)}}
+    client = nbclient.NotebookClient(
+        notebook, resources=resources, record_timing=False, coalesce_streams=True, on_cell_executed=step
+    )
+    try:
+        with client.setup_kernel():
+            for index, cell in enumerate(notebook.cells):
+                client.execute_cell(cell, index)
+    except CellExecutionError as error:
+        count = max(cell.get("execution_count") or 0 for cell in notebook.cells)
+        raise explained(path.stem, error.ename, error.evalue, f"cell {count}; {path.name} is as before") from None
+    except DeadKernelError:
+        raise dead(path.stem) from None
+    notebook.metadata = metadata
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+    under_way = path.with_name(f".{path.stem}.partial.ipynb")
+    try:
+        nbformat.write(notebook, under_way)
+        os.replace(under_way, path)
+    finally:
+        under_way.unlink(missing_ok=True)
+
+
+def explained(lesson: str, name: str, message: str, where: str) -> LessonFailed:
+    """What to say of an exception in a lesson; a ParameterError's message is a sentence already."""
+    if name == "ParameterError":
+        return LessonFailed("parameter refused", message)
+    first_line = (message.strip().splitlines() or ["no message"])[0]
+    return LessonFailed(name, f"{lesson}: {name}: {first_line} ({where})")
+
+
+def dead(lesson: str) -> LessonFailed:
+    """What to say of a kernel that ended in the middle of a lesson."""
+    return LessonFailed("kernel died", f"{lesson}: the kernel died, which is most often a lack of memory.")
+
+
+@click.command(help="Run LESSONs (numbers or names; all where none is given) and show how it went.")
+@click.argument("lessons", nargs=-1, metavar="[LESSON]...")
+@click.option("-p", "pairs", nargs=2, multiple=True, metavar="NAME VALUE", help="a parameter; may be repeated")
+@click.option("--save", is_flag=True, help="run on the CPU and keep the outputs in notebooks/")
+def main(lessons: tuple[str, ...], pairs: tuple[tuple[str, str], ...], save: bool) -> None:
+    """The command. Exit status 0 where all went well, 1 where a lesson failed, 2 for wrong usage, 130 for Ctrl-C."""
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it logs is said here in a sentence
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: leave no kernel behind
+    parameters = {name: parse_value(value) for name, value in pairs}
+    try:
+        if save and parameters:
+            raise click.UsageError("--save takes no parameters: the saved outputs are those of the notebook's own.")
+        chosen = choose(lessons, Path("notebooks"))
+        check_names(parameters, chosen)
+        if save:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            sys.exit(run_all(chosen, save_lesson))
+        sys.exit(run_all(chosen, partial(run_lesson, runs=Path("runs"), parameters=parameters)))
+    except click.UsageError as error:
+        print(error.message, file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("Interrupted: the lesson under way has left nothing behind.", file=sys.stderr)
+        sys.exit(130)
+
+
+def run_all(lessons: Sequence[Path], execute: Callable[..., None]) -> int:
+    """Call `execute(path, step=...)` for each lesson, whatever became of the one before; returns the exit status.
+
+    A terminal shows a progress bar and then a table; elsewhere there is a line for each lesson, then the table.
+    """
+    console = Console()
+    table = Table("lesson", Column("seconds", justify="right"), "outcome", box=SIMPLE_HEAD, pad_edge=False)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("cells"),
+        TimeElapsedColumn(),
+    )
+    failures = []
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        for number, path in enumerate(lessons, 1):
+            cells = sum(cell.cell_type == "code" for cell in nbformat.read(path, as_version=4).cells)
+            task = progress.add_task(f"{path.stem} ({number} of {len(lessons)})", total=cells)
+            begin, outcome = time.perf_counter(), "done"
+            try:
+                execute(path, step=lambda task=task, **_: progress.advance(task))
+            except LessonFailed as error:
+                failures.append(error)
+                outcome = error.outcome
+            progress.remove_task(task)
+            table.add_row(path.stem, f"{time.perf_counter() - begin:.1f}", outcome)
+            if len(lessons) > 1 and not console.is_terminal:
+                print(f"{path.stem}: {outcome} after {time.perf_counter() - begin:.1f} s", flush=True)
+    if len(lessons) > 1 or not failures:  # of a single failure the sentence says it all
+        console.print(table)
+    for error in failures:
+        print(error, file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    main()

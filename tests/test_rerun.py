@@ -1,0 +1,68 @@
+"""Every lesson runs again with other parameters, through papermill, and wrong ones end in one sentence."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+
+from amp_utils import lesson, run
+
+ROOT = Path(__file__).parent.parent
+LESSONS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+OTHER = {  # one parameter that is not the default, and smaller where that saves time
+    "00_start_here": {"seed": 1},
+    "05_gradient_underflow": {"seeds": 1, "steps": 20},
+    "12_checkerboard_cnn": {"precision": "bf16", "steps": 20},
+}
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_runs_with_another_parameter(name, tmp_path):
+    assert name in OTHER, f"name a parameter of {name} to run it again with"
+    run.run_lesson(LESSONS[name], tmp_path, OTHER[name], step=lambda **_: None)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.ipynb"]
+    notebook = nbformat.read(tmp_path / f"{name}.ipynb", as_version=4)
+    assert notebook.metadata.papermill.parameters == OTHER[name]
+    assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+
+
+def test_a_parameter_reaches_the_results(tmp_path):
+    parameters = {"precision": "bf16", "steps": 3, "size": 16, "width": 8}
+    run.run_lesson(LESSONS["12_checkerboard_cnn"], tmp_path, parameters, step=lambda **_: None)
+    results = lesson.recorded(nbformat.read(tmp_path / "12_checkerboard_cnn.ipynb", as_version=4))
+    assert list(results["pixel_accuracy"]) == ["bf16"]
+    assert 0 <= results["pixel_accuracy"]["bf16"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "value", "sentence"),
+    [
+        ("12", "precision", "fp12", "precision = 'fp12' is not allowed: give one of 'all', 'fp32', 'bf16', 'fp16'."),
+        ("12", "steps", "-1", "steps = -1 is not allowed: give a whole number from 0 to 100000."),
+        ("05", "steps", "many", "steps = 'many' is not allowed: give a whole number from 1 to 10000."),
+        ("00", "device", "tpu", "device = 'tpu' is not allowed: give one of 'auto', 'cpu'."),
+        ("00", "device", "cuda", "device = 'cuda' is not on this machine: give one of 'auto', 'cpu'."),
+        ("00", "seed", "1.5", "seed = 1.5 is not allowed: give a whole number from 0 to 2147483648."),
+        ("12", "presicion", "fp16", "presicion = 'fp16' is not allowed: 12_checkerboard_cnn has no such parameter"),
+    ],
+)
+def test_a_wrong_parameter_is_one_sentence_at_the_console(number, name, value, sentence, tmp_path):
+    (tmp_path / "notebooks").symlink_to(ROOT / "notebooks")
+    command = [sys.executable, "-m", "amp_utils.run", number, "-p", name, value]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.returncode != 0
+    assert done.stderr.startswith(sentence) and done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert not (tmp_path / "runs" / f"{LESSONS[run.choose([number], ROOT / 'notebooks')[0].stem].name}").exists()
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_papermill_lists_every_parameter_with_type_and_help(name):
+    parameters = papermill.inspect_notebook(str(LESSONS[name]))
+    assert parameters
+    for parameter in parameters.values():
+        assert parameter["inferred_type_name"] in ("str", "int", "float", "bool")
+        assert len(parameter["help"]) > 10, f"{parameter['name']} needs a comment that says what it is"
