@@ -91,13 +91,11 @@ def navigation(path: Path) -> str:
 def course_map(notebooks: Path, prefix: str = "") -> str:
     """A Markdown table of the lessons that are written; `prefix` is the way to them."""
     there = {path.stem: path for path in lessons(notebooks)}
-    lines = ["| part | lesson | you will learn | minutes |", "| --- | --- | --- | --- |"]
+    lines = ["| part | lesson | why | minutes |", "| --- | --- | --- | --- |"]
     for part, names in PARTS.items():
         for name in filter(there.get, names):
             card = read_card(nbformat.read(there[name], 4).cells[0].source)
-            lines.append(
-                f"| {part} | [{card.title}]({prefix}{name}.ipynb) | {'; '.join(card.learn)} | {card.minutes} |"
-            )
+            lines.append(f"| {part} | [{card.title}]({prefix}{name}.ipynb) | {card.why} | {card.minutes} |")
             part = ""  # named once
     return "\n".join(lines)
 

@@ -29,6 +29,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 Step = Callable[..., None]  # called by nbclient with cell and cell_index when a cell has been executed
+# For both ways to execute: one output per stream, however it was flushed; a kernel that keeps its own log to itself
+# (a warning at its start, a traceback when Ctrl-C ends it).
+CLIENT = {"coalesce_streams": True, "extra_arguments": ["--IPKernelApp.log_level=50"]}
 
 
 class LessonFailed(Exception):
@@ -128,7 +131,7 @@ def save_lesson(path: Path, step: Step) -> None:
     metadata = nbformat.from_dict(notebook.metadata)
     resources = {"metadata": {"path": str(path.parent)}}
     client = nbclient.NotebookClient(
-        notebook, resources=resources, record_timing=False, coalesce_streams=True, on_cell_executed=step
+        notebook, resources=resources, record_timing=False, on_cell_executed=step, **CLIENT
     )
     try:
         with client.setup_kernel():
