@@ -1,6 +1,6 @@
 """Draw the README's picture, learning.svg, from lesson 5: its own cells are run, and what they trained is drawn.
 
-    python imgs/learning.py
+python imgs/learning.py
 """
 
 from contextlib import redirect_stdout

@@ -1,0 +1,131 @@
+"""Draw the pictures that the notebooks embed, as SVG files beside this script.
+
+python imgs/draw.py
+"""
+
+from collections.abc import Callable
+from math import log2
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyBboxPatch
+
+from amp_utils.formats import FORMATS
+from amp_utils.plots import COLORS, STYLE
+
+HERE = Path(__file__).parent
+SIGN, EXPONENT, MANTISSA = "#E69F00", "#56B4E9", "#D9D9D9"  # as in plots.bit_fields
+LOW, FULL = "#F9E0D2", "#E4E4E4"
+
+
+def format_anatomy(axes: Axes) -> None:
+    """The bits of each format, and what they buy: digits and range."""
+    names = ("fp32", "tf32", "fp16", "bf16", "e4m3fn", "e5m2")
+    for row, fmt in enumerate(FORMATS[name] for name in names):
+        fields = ((1, SIGN), (fmt.exponent_bits, EXPONENT), (fmt.mantissa_bits, MANTISSA))
+        colors = [color for count, color in fields for _ in range(count)]
+        left = 8 - fmt.exponent_bits  # the ends of the exponents stand in one line
+        for i, color in enumerate(colors):
+            axes.add_patch(plt.Rectangle((left + i, -row), 0.9, 0.62, facecolor=color, edgecolor="#555555", lw=0.6))
+        axes.text(-0.8, 0.3 - row, fmt.name, ha="right", va="center", fontweight="bold", fontsize=12)
+        axes.text(34, 0.3 - row, f"$2^{{{log2(fmt.eps):.0f}}}$", va="center", fontsize=12)
+        axes.text(38.2, 0.3 - row, f"$2^{{{log2(fmt.smallest_normal):.0f}}}$", va="center", fontsize=12)
+        axes.text(43.2, 0.3 - row, _short(fmt.max), va="center", fontsize=11)
+    for x, words in ((34, "ulp at 1"), (38.2, "smallest\nnormal"), (43.2, "largest")):
+        axes.text(x, 0.95, words, fontsize=10, va="bottom", color="#333333")
+    for x, words, color in (
+        (0, "sign", SIGN),
+        (3.2, "exponent: range", EXPONENT),
+        (11.2, "mantissa: digits", MANTISSA),
+    ):
+        axes.text(x, 1.15, words, fontsize=11, va="bottom", bbox={"color": color, "pad": 2})
+    axes.set(xlim=(-4.5, 48.5), ylim=(-5.3, 2.2))
+
+
+def _short(value: float) -> str:
+    return f"{value:g}" if value < 1e6 else f"{value:.1e}".replace("e+", "e")
+
+
+def amp_step(axes: Axes) -> None:
+    """One training step with autocast and GradScaler; where numbers change their format."""
+    boxes = {
+        "weights": (0.3, 3.6, "weights\nfloat32", FULL),
+        "copies": (3.2, 3.6, "copies\nfloat16", LOW),
+        "forward": (6.1, 3.6, "forward\nfloat16", LOW),
+        "loss": (9.0, 3.6, "loss\nfloat32", FULL),
+        "scaled": (9.0, 1.9, "loss × scale\nfloat32", FULL),
+        "backward": (6.1, 1.9, "backward\nfloat16", LOW),
+        "gradients": (3.2, 1.9, "gradients × scale\nfloat32", FULL),
+        "unscaled": (0.3, 1.9, "gradients\nfloat32", FULL),
+    }
+    for x, y, words, color in boxes.values():
+        edge = COLORS["fp16"] if color == LOW else "#000000"
+        shape = FancyBboxPatch((x, y), 1.9, 0.9, boxstyle="round,pad=0.06", facecolor=color, edgecolor=edge, lw=1.6)
+        axes.add_patch(shape)
+        axes.text(x + 0.95, y + 0.45, words, ha="center", va="center", fontsize=11)
+    right = [((x, 4.05), (x + 0.86, 4.05)) for x in (2.3, 5.2, 8.1)]
+    left = [((x, 2.35), (x - 0.86, 2.35)) for x in (8.9, 6.0, 3.1)]
+    turns = [((9.95, 3.5), (9.95, 2.92)), ((1.25, 2.9), (1.25, 3.48))]
+    for begin, end in right + left + turns:
+        axes.annotate("", xy=end, xytext=begin, arrowprops={"arrowstyle": "-|>", "lw": 1.8, "color": "#333333"})
+    notes = [
+        (2.7, 4.62, "center", "bottom", "autocast\ncasts"),
+        (8.5, 4.62, "center", "bottom", "autocast casts\nback for the loss"),
+        (10.15, 3.2, "left", "center", "scaler.scale(loss)"),
+        (8.5, 1.72, "center", "top", ".backward()"),
+        (5.6, 1.72, "center", "top", "cast to the weights'\nown dtype"),
+        (2.7, 1.72, "center", "top", "scaler.unscale_(): divide,\nlook for inf and NaN"),
+        (1.45, 3.2, "left", "center", "scaler.step(): not after an inf or NaN. Then scaler.update(): the next scale"),
+    ]
+    for x, y, ha, va, words in notes:
+        axes.text(x, y, words, ha=ha, va=va, fontsize=10, color="#333333")
+    axes.set(xlim=(0, 12.4), ylim=(0.95, 5.35))
+
+
+def loss_scaling(axes: Axes) -> None:
+    """Gradients as a hill on the exponent axis; a scale of 2^12 moves the hill into what fp16 can hold."""
+    exponents = np.linspace(-45, 20, 1000)
+    hill = np.exp(-(((exponents + 29) / 4.5) ** 2))
+    for left, right, color in ((-24, -14, "#CFE3F1"), (-14, 16, "#9CC7E3")):
+        axes.add_patch(plt.Rectangle((left, -0.2), right - left, 2, color=color, lw=0))
+    axes.fill_between(exponents, hill, where=exponents <= -24.95, facecolor=LOW, hatch="///", edgecolor=COLORS["fp16"])
+    axes.plot(exponents, hill, color=COLORS["fp16"], linestyle="--")
+    axes.plot(exponents + 16, hill, color="#000000")
+    axes.annotate("", xy=(-13.4, 1.1), xytext=(-29, 1.1), arrowprops={"arrowstyle": "-|>", "lw": 2})
+    axes.text(-21.2, 1.15, "loss × $2^{16}$", ha="center", fontsize=12)
+    axes.text(-37.5, 0.62, "lost:\nrounded\nto zero", ha="center", fontsize=11, color="#A84300")
+    axes.text(-29, -0.04, "gradients", ha="center", va="top", fontsize=11, color="#A84300")
+    axes.text(-13, -0.04, "gradients × $2^{16}$", ha="center", va="top", fontsize=11)
+    axes.text(-19, 1.42, "fp16, fewer digits\n(subnormal)", ha="center", va="bottom", fontsize=10)
+    axes.text(1, 1.42, "fp16, all digits", ha="center", va="bottom", fontsize=10)
+    axes.text(18, 1.42, "inf", ha="center", va="bottom", fontsize=10)
+    for exponent in (-24, -14, 16):
+        axes.text(exponent, -0.24, f"$2^{{{exponent}}}$", ha="center", va="top", fontsize=12)
+    axes.set(xlim=(-44, 21), ylim=(-0.42, 1.75))
+
+
+PICTURES: dict[Callable[[Axes], None], tuple[float, float]] = {
+    format_anatomy: (9.6, 3.4),
+    amp_step: (9.6, 3.6),
+    loss_scaling: (9.6, 3.2),
+}
+
+
+def draw(picture: Callable[[Axes], None], folder: Path = HERE) -> Path:
+    """Draw one picture; the file is the same, byte for byte, each time (with one version of matplotlib)."""
+    with plt.rc_context(STYLE | {"svg.hashsalt": "course"}):
+        figure, axes = plt.subplots(figsize=PICTURES[picture])
+        picture(axes)
+        axes.set(xticks=[], yticks=[])
+        axes.spines[:].set_visible(False)
+        path = folder / f"{picture.__name__}.svg"
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+        plt.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    for picture in PICTURES:
+        print(draw(picture).name)

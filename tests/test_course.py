@@ -1,0 +1,60 @@
+"""The course map and the navigation follow from the lessons' cards."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from amp_utils import course
+
+ROOT = Path(__file__).parent.parent
+CARD = (
+    "# 5 · Title\n*Why.*\n\n| | |\n| --- | --- |\n| **You will learn** | 1. a<br>2. b |\n"
+    "| **You need** | [1](x.ipynb) |\n| **Minutes** | 40 |\n| **Runs on** | CPU |"
+)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+def test_a_card_is_taken_apart():
+    card = course.read_card(CARD)
+    assert (card.title, card.why, card.learn, card.minutes) == ("5 · Title", "Why.", ["a", "b"], "40")
+
+
+@pytest.mark.parametrize("row", ["You will learn", "You need", "Minutes", "Runs on"])
+def test_a_missing_row_is_named(row):
+    with pytest.raises(ValueError, match=row):
+        course.read_card(CARD.replace(row, "Other"))
+
+
+def test_everything_generated_is_up_to_date(capsys):
+    assert course.main(ROOT, check=True) == 0, capsys.readouterr().out
+
+
+def test_a_lesson_links_to_its_neighbours():
+    there = course.lessons(ROOT / "notebooks")
+    for before, after in zip(there, there[1:], strict=False):
+        assert f"]({after.name}) →" in course.navigation(before)
+        assert f"]({before.name})" in course.navigation(after)
+    assert "←" not in course.navigation(there[0]) and "→" not in course.navigation(there[-1])
+
+
+def test_a_lesson_that_goes_away_leaves_no_link_behind(copy, capsys):
+    gone = copy / "notebooks" / "05_gradient_underflow.ipynb"
+    gone.unlink()
+    assert course.main(copy, check=True) == 1
+    assert course.main(copy, check=False) == 0
+    assert course.main(copy, check=True) == 0
+    assert gone.name not in (copy / "README.md").read_text("utf-8")
+    assert "out of date" in capsys.readouterr().out
+
+
+def test_what_is_up_to_date_is_not_touched(copy):
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    course.main(copy, check=False)
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
