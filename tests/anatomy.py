@@ -18,6 +18,8 @@ OLD_NAMES = (
     r"|get_autocast_gpu_dtype|get_autocast_cpu_dtype|allow_tf32|torch\.autocast_mode"
 )
 
+PRIVATE = r"sys\.path|/home/\w+|/root/|/tmp/|/work/|/Users/\w+|pythonhosted|0x[0-9a-f]{9,}"
+
 
 def rule(function: Rule) -> Rule:
     RULES[function.__name__] = function
@@ -278,6 +280,6 @@ def nothing_of_this_machine_is_stored(nb, path):
     complaints = []
     for i, cell in enumerate(nb.cells):
         text = cell.source + (str([dict(output, data="") for output in cell.outputs]) if "outputs" in cell else "")
-        for found in re.findall(r"sys\.path|/home/\w+|/root/|/tmp/|/work/|/Users/\w+|files\.pythonhosted|0x[0-9a-f]{9,}", text):
+        for found in re.findall(PRIVATE, text):
             complaints.append(f"Cell {i}: `{found}` belongs to one machine, not to a lesson.")
     return complaints
