@@ -37,7 +37,7 @@ test: ready  ## check everything: units, promises, then every notebook against i
 	@$(MAKE) --no-print-directory validate
 
 validate: ready  ## check only the notebooks against their saved outputs (THREADS=2: with two threads)
-	$(ON_CPU) OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) -v -p no:doctest \
+	$(ON_CPU) OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) \
 	  --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks
 
 lint: ready  ## check code and notebooks with ruff
