@@ -9,7 +9,7 @@ THREADS ?= 1
 BIN := .venv/bin
 # A lesson is validated on the CPU, whatever the machine has. Kernels side by side with more threads than cores spin
 # against each other, so two workers get one thread each, and more threads get one worker.
-ON_CPU := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE=1
+ON_CPU := CUDA_VISIBLE_DEVICES=
 WORKERS := $(if $(filter 1,$(THREADS)),-n 2 --dist loadscope,-n 0)
 
 .DEFAULT_GOAL := help
@@ -22,7 +22,7 @@ lab: ready  ## open the course in JupyterLab (PORT=8888, BROWSER=no: just print 
 	@exec $(if $(filter yes no,$(BROWSER)),env -u BROWSER) $(BIN)/python -m jupyterlab \
 	  --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb --ip=127.0.0.1 \
 	  $(if $(PORT),--port="$(PORT)" --ServerApp.port_retries=0) $(if $(filter no,$(BROWSER)),--no-browser) \
-	  --LabApp.extension_manager=readonly --LabApp.news_url= \
+	  --LabApp.extension_manager=readonly \
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate \
 	  $(if $(filter 0,$(shell id -u)),--allow-root)
 

@@ -145,7 +145,7 @@ def range_bars(formats: Sequence[Format], *, title: str, alt: str) -> None:
             axes.text(low - 2, -row, f"2^{low:.0f}", ha="right", va="center", fontsize=9)
             axes.text(high + 2, -row, f"{fmt.max:.4g}", ha="left", va="center", fontsize=9)
         axes.set_yticks([-row for row in range(len(formats))], [fmt.name for fmt in formats])
-        axes.set(title=title, xlabel="power of two (hatched: subnormal)", xlim=(-178, 168))
+        axes.set(title=title, xlabel="power of two (hatched: subnormal)", xlim=(-190, 172))
         show(figure, alt)
 
 

@@ -108,7 +108,7 @@ def run_lesson(path: Path, runs: Path, parameters: Mapping[str, Any], step: Step
             cwd=path.parent,
             progress_bar=False,
             on_cell_executed=step,
-            coalesce_streams=True,
+            **CLIENT,
         )
         os.replace(under_way, finished)
     except PapermillExecutionError as error:

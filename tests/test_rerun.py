@@ -14,6 +14,8 @@ ROOT = Path(__file__).parent.parent
 LESSONS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 OTHER = {  # one parameter that is not the default, and smaller where that saves time
     "00_start_here": {"seed": 1},
+    "01_float_formats": {"value": -3.5, "terms": 5000, "seed": 2},
+    "03_autocast_dtypes": {"precision": "fp16", "steps": 2},
     "05_gradient_underflow": {"seeds": 1, "steps": 20},
     "12_checkerboard_cnn": {"precision": "bf16", "steps": 20},
 }
