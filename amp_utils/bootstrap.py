@@ -194,9 +194,7 @@ def watch(pipe, total):
             if not data:
                 break
             output += data.decode("utf-8", "replace")
-            seen = min(
-                total, len(re.findall(r"^(?:Collecting|Processing|Requirement already).*\(from -r ", output, re.M))
-            )
+            seen = min(total, len(re.findall(r"^(?:Collecting|Processing|Requirement already) ", output, re.M)))
             files = re.findall(r"^ *(?:Downloading|Using cached|Processing) (\S+(?: \([0-9.]+ .B\))?)", output, re.M)
             doing = files[-1].split("/")[-1] if files else ""
             if "\nInstalling collected packages" in output:

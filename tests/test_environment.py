@@ -159,6 +159,7 @@ def test_lab_answers_on_loopback_and_wants_its_token(tmp_path):
     try:
         first = re.escape(f"{address}/lab/tree/notebooks/00_start_here.ipynb?token=")
         token = next(found[1] for line in lab.stdout if (found := re.search(first + "([0-9a-f]{32,})", line)))
+        wait_for_answer(address)  # Jupyter prints its address a moment before it listens
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(f"{address}/api/contents/notebooks", timeout=30)
         with urllib.request.urlopen(f"{address}/api/contents/notebooks?token={token}", timeout=30) as answer:
@@ -361,6 +362,17 @@ def test_a_moved_folder_is_installed_again(project):
     moved = project.with_name("moved")
     project.rename(moved)
     assert not bootstrap.is_ready(str(moved))
+
+
+def wait_for_answer(address: str) -> None:
+    host, port = address.removeprefix("http://").split(":")
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), timeout=30).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, f"{address} did not answer within half a minute"
+            time.sleep(0.1)
 
 
 def wait_for(path: Path) -> None:

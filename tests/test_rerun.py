@@ -17,6 +17,8 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "01_float_formats": {"value": -3.5, "terms": 5000, "seed": 2},
     "03_autocast_dtypes": {"precision": "fp16", "steps": 2},
     "05_gradient_underflow": {"seeds": 1, "steps": 20},
+    "06_grad_scaler": {"steps": 12, "init_scale": 2.0, "growth_interval": 3, "overflow_step": 5},
+    "07_unscaled_clipping": {"max_norm": 1.0, "steps": 5, "seed": 3},
     "12_checkerboard_cnn": {"precision": "bf16", "steps": 20},
 }
 
@@ -45,6 +47,8 @@ def test_a_parameter_reaches_the_results(tmp_path):
         ("12", "precision", "fp12", "precision = 'fp12' is not allowed: give one of 'all', 'fp32', 'bf16', 'fp16'."),
         ("12", "steps", "-1", "steps = -1 is not allowed: give a whole number from 0 to 100000."),
         ("05", "steps", "many", "steps = 'many' is not allowed: give a whole number from 1 to 10000."),
+        ("07", "max_norm", "0", "max_norm = 0 is not allowed: give a finite number above 0 and at most 10."),
+        ("06", "init_scale", "inf", "init_scale = inf is not allowed: give a finite number above 0"),
         ("00", "device", "tpu", "device = 'tpu' is not allowed: give one of 'auto', 'cpu'."),
         ("00", "device", "cuda", "device = 'cuda' is not on this machine: give one of 'auto', 'cpu'."),
         ("00", "seed", "1.5", "seed = 1.5 is not allowed: give a whole number from 0 to 2147483648."),
