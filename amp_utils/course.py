@@ -1,7 +1,7 @@
 """The course as a whole: the order of the lessons, the navigation at their ends, and the map of them all.
 
-    python -m amp_utils.course           rewrite what is out of date in notebooks/ and README.md
-    python -m amp_utils.course --check   only say what is out of date; exit status 1 where there is something
+python -m amp_utils.course           rewrite what is out of date in notebooks/ and README.md
+python -m amp_utils.course --check   only say what is out of date; exit status 1 where there is something
 """
 
 import os
