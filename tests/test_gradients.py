@@ -43,7 +43,7 @@ def test_a_module_stands_for_its_gradients():
 
 
 def test_sparse_empty_and_mixed_tensors_are_taken():
-    sparse = torch.sparse_coo_tensor([[0, 0]], [1e-9, 1e-9], (4,))
+    sparse = torch.sparse_coo_tensor([[0, 0]], [1e-9, 1e-9], (4,), check_invariants=True)
     assert gradients.lost(sparse, "fp16") == 1
     assert gradients.lost([]) == gradients.lost(torch.zeros(3)) == 0
     assert gradients.lost([torch.ones(1).half(), torch.full((1,), 1e-9).double()], "fp16") == 0.5
