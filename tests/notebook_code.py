@@ -26,7 +26,7 @@ def load(name: str, **given: object) -> ModuleType:
             body = ast.parse(cell.source).body
             kept = body if "parameters" in tags else [node for node in body if _defines(node)]
             exec(compile(ast.Module(kept, type_ignores=[]), paths[0].name, "exec"), vars(lesson))
-    vars(lesson).update(given)
+            vars(lesson).update(given)
     return lesson
 
 
