@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -266,7 +267,8 @@ def lock(project: Path, version: str) -> None:
 def start(project: Path) -> subprocess.Popen:
     command = [sys.executable, "-I", str(project / "amp_utils" / "bootstrap.py")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, start_new_session=True, **pipes)
+    heed_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also in a background job
+    return subprocess.Popen(command, start_new_session=True, preexec_fn=heed_interrupts, **pipes)
 
 
 def install(project: Path) -> tuple[int, str, str]:

@@ -47,9 +47,15 @@ def course(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def heed_interrupts() -> None:
+    """A child of a background job would ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(course: Path, *arguments: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "amp_utils.run", *arguments]
-    return subprocess.Popen(command, cwd=course, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=course, preexec_fn=heed_interrupts, **pipes)
 
 
 def call(course: Path, *arguments: str) -> tuple[int, str, str]:
