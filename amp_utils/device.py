@@ -64,7 +64,21 @@ def report(device: torch.device) -> list[Capability]:
         ratio = baseline / matmul_seconds(dtype, device)
         verdict = f"{ratio:.1f} × the speed of float32" if ratio >= 0.1 else "runs, but far slower than float32"
         lines.append(Capability(ratio > 1.1, f"fast {dtype} matmul".replace("torch.", ""), verdict))
-    return lines
+    return [*lines, _float8(device)]
+
+
+def _float8(device: torch.device) -> Capability:
+    """Whether 8-bit floats can be multiplied here: on CUDA from compute capability 8.9 on, elsewhere by trying."""
+    if device.type == "cuda":
+        there = torch.cuda.get_device_capability(device) >= (8, 9)
+    else:
+        try:
+            eight = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn)
+            there = (eight @ eight).dtype == torch.float8_e4m3fn
+        except (RuntimeError, TypeError):
+            there = False
+    meaning = "matrix products run" if there else "can be stored here, not multiplied"
+    return Capability(there, "float8", meaning)
 
 
 def describe(device: torch.device) -> str:

@@ -39,7 +39,7 @@ def test_the_report_names_torch_the_cpu_and_both_16_bit_formats():
     lines = [str(line) for line in device.report(torch.device("cpu"))]
     assert all(line.startswith(("[OK] ", "[--] ")) for line in lines)
     text = "\n".join(lines)
-    for word in (torch.__version__, "CUDA GPU", "bfloat16", "float16", "cores"):
+    for word in (torch.__version__, "CUDA GPU", "bfloat16", "float16", "float8", "cores"):
         assert word in text
 
 
