@@ -1,0 +1,148 @@
+"""Benchmarks as ratios from interleaved runs, with their spread: `python -m amp_utils.bench [--device cuda]`.
+
+Needs torch only (no Jupyter). Prints a table and writes it, with machine and versions, to runs/bench-DEVICE.json.
+A ratio's spread is its interquartile range; a single time is worth little on a shared machine, a ratio more.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from amp_utils import ledger, models
+from amp_utils.device import choose_device, describe
+from amp_utils.lesson import ParameterError
+from amp_utils.scaler import FlightRecorder
+from amp_utils.timing import compare, ratio
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How many times longer (or faster) something is, the spread of that ratio, and the bar it must keep."""
+
+    name: str
+    ratio: float
+    spread: float
+    bar: float | None = None  # at most this, where there is one
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.bar is None else "kept" if self.ratio <= self.bar else "broken"
+
+
+def recipe_steps(device: torch.device, dtype: torch.dtype, steps: int = 8) -> Callable[[object], None]:
+    """A few training steps of the recipe's perceptron, with the scaler that is given; small on a CPU."""
+    width, batch = (512, 256) if device.type == "cpu" else (4096, 512)
+    net = models.mlp(width, width, width).to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    inputs, targets = (torch.randn(batch, width, device=device) for _ in range(2))
+
+    def run(scaler: object) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+                loss = nn.functional.mse_loss(net(inputs), targets)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    return run
+
+
+def checkerboard_step(device: torch.device, dtype: torch.dtype, steps: int = 10) -> Run:
+    """A few training steps of the checkerboard net, in the form and size that lesson 12 takes on this device."""
+    on_cpu = device.type == "cpu"
+    size, width = (40, 64) if on_cpu else (512, 256)
+    net = (models.pixel_painter if on_cpu else models.conv_painter)(width).to(device)
+    batch, target = models.pixel_grid(size).to(device), models.checkerboard(size).to(device)
+    batch = batch if on_cpu else batch.T.reshape(1, 2, size, size)
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
+
+    def run() -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+                loss = nn.functional.mse_loss(net(batch).reshape(target.shape), target)
+            loss.backward()
+            optimizer.step()
+
+    return run
+
+
+def importing(module: str) -> Run:
+    """Import a module in a fresh interpreter."""
+    return lambda: subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+
+
+def recorded(run: Run) -> Run:
+    """The same steps under the ledger."""
+
+    def with_ledger() -> None:
+        with ledger.record():
+            run()
+
+    return with_ledger
+
+
+def measure(device: torch.device, repeats: int) -> list[Result]:
+    """Run all benchmarks; every pair is timed in turn, a b a b …"""
+
+    def pair(name: str, a: Run, b: Run, bar: float | None = None, times: int = repeats) -> Result:
+        taken = compare({"a": a, "b": b}, repeats=times, warmup=2, device=device)
+        return Result(name, *ratio(taken["a"], taken["b"]), bar)
+
+    def scaler(enabled: bool) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(device.type, enabled=enabled)
+
+    low, fp32 = torch.bfloat16 if device.type == "cpu" else torch.float16, torch.float32
+    # The same network with and without an instrument: only the instrument differs.
+    steps = recipe_steps(device, low)
+    step, watched = partial(steps, scaler(True)), partial(steps, FlightRecorder(scaler(True)))
+    return [
+        pair("recipe: fp32 / low precision", partial(recipe_steps(device, fp32), scaler(False)), step),
+        pair("checkerboard: fp32 / low precision", checkerboard_step(device, fp32), checkerboard_step(device, low)),
+        pair("flight recorder / bare step", watched, step, 1.05),
+        pair("ledger / bare step", recorded(step), step),
+        pair("import amp_utils / import torch", importing("torch, amp_utils"), importing("torch"), 1.1, 7),
+    ]
+
+
+def main() -> int:
+    """Exit status 0, or 1 where a bar is broken, 2 for a wrong argument."""
+    parser = argparse.ArgumentParser(prog="python -m amp_utils.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--repeats", type=int, default=21, help="how often each of a pair is run")
+    arguments = parser.parse_args()
+    try:
+        device = choose_device(arguments.device)
+        if arguments.repeats < 1:
+            raise ParameterError(f"repeats = {arguments.repeats} is not allowed: give a whole number from 1 on.")
+    except ParameterError as error:
+        print(error, file=sys.stderr)
+        return 2
+    results = measure(device, arguments.repeats)
+    print(f"{'benchmark':<36}{'ratio':>8}{'spread':>8}{'bar':>8}")
+    for r in results:
+        print(f"{r.name:<36}{r.ratio:8.3f}{r.spread:8.3f}{r.bar or '':>8}  {r.verdict}".rstrip())
+    about = {"device": describe(device), "torch": torch.__version__, "date": date.today().isoformat()}
+    path = Path("runs") / f"bench-{device.type}.json"
+    path.parent.mkdir(exist_ok=True)
+    under_way = path.with_suffix(".partial")
+    under_way.write_text(json.dumps(about | {"results": [asdict(r) for r in results]}, indent=1))
+    os.replace(under_way, path)
+    return int(any(r.verdict == "broken" for r in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
