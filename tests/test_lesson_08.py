@@ -142,7 +142,7 @@ def test_training_with_the_penalty_follows_float32(lesson, seed):
     plain, amp = lesson.train_penalty(torch.float32), lesson.train_penalty(torch.float16)
     assert amp == pytest.approx(plain, rel=0.03) and len(amp) == 3 * lesson.epochs and plain[-1] < plain[0]
     undivided = lesson.train_penalty(torch.float16, divide=False)
-    assert not undivided[-1] < undivided[0]
+    assert not all(abs(a - b) < 0.03 * b for a, b in zip(undivided, plain, strict=True))
 
 
 def test_the_solutions_agree_with_torch(lesson):

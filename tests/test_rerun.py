@@ -16,7 +16,7 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "00_start_here": {"seed": 1},
     "01_float_formats": {"value": -3.5, "terms": 5000, "seed": 2},
     "03_autocast_dtypes": {"precision": "fp16", "steps": 2},
-    "05_gradient_underflow": {"seeds": 1, "steps": 20},
+    "05_gradient_underflow": {"unit": 1.0, "seeds": 1, "steps": 20},
     "06_grad_scaler": {"steps": 12, "init_scale": 2.0, "growth_interval": 3, "overflow_step": 5},
     "07_unscaled_clipping": {"max_norm": 1.0, "steps": 5, "seed": 3},
     "08_accumulation_and_penalty": {"accumulate": 2, "epochs": 2, "seed": 1},
