@@ -103,7 +103,10 @@ def course_map(notebooks: Path, prefix: str = "") -> str:
 def up_to_date(path: Path) -> str:
     """The text that the file should have: a lesson, or the README."""
     if path.suffix == ".md":
-        before, _, rest = path.read_text("utf-8").partition(BEGIN)
+        text = path.read_text("utf-8")
+        if text.count(BEGIN) != 1 or text.count(END) != 1:
+            raise SystemExit(f"{path.name} must hold the line {BEGIN} and, after it, {END}, each once.")
+        before, _, rest = text.partition(BEGIN)
         _, _, after = rest.partition(END)
         return f"{before}{BEGIN}\n{course_map(path.parent / 'notebooks', 'notebooks/')}\n{END}{after}"
     notebook = nbformat.read(path, 4)
@@ -131,4 +134,6 @@ def main(root: Path, check: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(__file__).parent.parent, check="--check" in sys.argv[1:]))
+    if sys.argv[1:] not in ([], ["--check"]):
+        sys.exit(f"{' '.join(sys.argv[1:])} is not allowed: give --check, or nothing to rewrite what is out of date.")
+    sys.exit(main(Path(__file__).parent.parent, check=bool(sys.argv[1:])))

@@ -14,7 +14,8 @@ Rule = Callable[[NotebookNode, Path], list[str]]
 RULES: dict[str, Rule] = {}
 
 OLD_NAMES = (
-    r"torch\.cuda\.amp|torch\.cpu\.amp|reset_max_memory_allocated|torch\.cuda\.(?:Half|Float)Tensor|torch\.jit\b"
+    r"torch\.cuda\.amp|from torch\.cuda import amp|torch\.cpu\.amp"
+    r"|reset_max_memory_allocated|torch\.cuda\.(?:Half|Float)Tensor|torch\.jit\b"
     r"|get_autocast_gpu_dtype|get_autocast_cpu_dtype|allow_tf32|torch\.autocast_mode"
 )
 
@@ -43,7 +44,10 @@ def printed(cell: NotebookNode) -> str:
 
 
 def tree(cell: NotebookNode) -> ast.Module:
-    return ast.parse(cell.source)
+    try:
+        return ast.parse(cell.source)
+    except SyntaxError:  # a magic such as !pip, which nothing_is_fetched complains of
+        return ast.Module(body=[], type_ignores=[])
 
 
 @rule
@@ -64,6 +68,8 @@ def parameters_come_first_typed_and_explained(nb, path):
     (i, first), *_ = code(nb)
     if "parameters" not in tags(first):
         return [f"Cell {i}: the first code cell is not tagged `parameters`."]
+    if not first.source.strip():
+        return [f"Cell {i}: the parameters cell is empty."]
     pattern = re.compile(r"\w+: (?:str|int|float|bool) = \S.*  # \S.+")
     return [
         f"Cell {i}: `{line}` is not `name: type = value  # help`."
@@ -215,7 +221,9 @@ def outputs_are_stored(nb, path):
     complaints = []
     for i, cell in code(nb):
         calls = [ast.unparse(node.func) for node in ast.walk(_top_level(tree(cell))) if isinstance(node, ast.Call)]
-        speaks = any(call == "print" or call.startswith("plots.") or call == "lesson.record" for call in calls)
+        speaks = any(
+            call in ("print", "lesson.predict", "lesson.record") or call.startswith("plots.") for call in calls
+        )
         if (speaks or "check" in tags(cell) or "solution" in tags(cell)) and not cell.outputs:
             complaints.append(f"Cell {i}: it prints or draws, and no output is stored.")
     return complaints
@@ -276,10 +284,23 @@ def loops_really_run(nb, path):
 
 
 @rule
+def nothing_is_fetched(nb, path):
+    fetching = r"[!%]pip|[!%]conda|!wget|!curl|urllib|\brequests\.|torch\.hub|from_url|download=True"
+    return [
+        f"Cell {i}: `{found}` needs the network; a lesson makes its data on the spot."
+        for i, cell in code(nb)
+        for found in re.findall(fetching, cell.source)
+    ]
+
+
+@rule
 def nothing_of_this_machine_is_stored(nb, path):
     complaints = []
     for i, cell in enumerate(nb.cells):
-        text = cell.source + (str([dict(output, data="") for output in cell.outputs]) if "outputs" in cell else "")
+        shown = [
+            o | {"data": {k: v for k, v in o.get("data", {}).items() if "text" in k}} for o in cell.get("outputs", [])
+        ]
+        text = cell.source + str(shown)
         for found in re.findall(PRIVATE, text):
             complaints.append(f"Cell {i}: `{found}` belongs to one machine, not to a lesson.")
     return complaints

@@ -114,6 +114,7 @@ FAULTS = {
         replace(1, "  # how many steps", ""),
         replace(1, ": int", ""),
         lambda nb: nb.cells[1].metadata.update(tags=[]),
+        lambda nb: nb.cells[1].update(source=""),
     ],
     "parameters_are_validated_next": [
         replace(2, "steps=lesson.whole(1, 9)", ""),
@@ -151,8 +152,15 @@ FAULTS = {
         lambda nb: nb.cells[5].update(execution_count=None),
     ],
     "nothing_failed_or_warned": [output(2, ERROR), output(2, STDERR)],
-    "outputs_are_stored": [output(5, None)],
-    "no_old_names": [say("torch.cuda.amp.autocast"), replace(2, "device = ", "torch.jit.script\ndevice = ")],
+    "outputs_are_stored": [
+        output(5, None),
+        lambda nb: nb.cells[5].update(source="lesson.predict(None, 2)", outputs=[]),
+    ],
+    "no_old_names": [
+        say("torch.cuda.amp.autocast"),
+        replace(2, "device = ", "torch.jit.script\ndevice = "),
+        say("from torch.cuda import amp"),
+    ],
     "kernel_is_python3": [lambda nb: nb.metadata.kernelspec.update(name="my-kernel")],
     "few_outputs_are_ignored": [
         lambda nb: [nb.cells[i].metadata.tags.append("nbval-ignore-output") for i in (2, 5, 8)],
@@ -163,9 +171,14 @@ FAULTS = {
         replace(5, "print(1 + 1)", "# for x in xs:\nprint(1 + 1)"),
     ],
     "loops_really_run": [replace(5, "print(1 + 1)", "for i in range(0):\n    f()\nprint(1 + 1)")],
+    "nothing_is_fetched": [
+        replace(2, "device = ", "!pip install torch\ndevice = "),
+        replace(2, "device = ", "torch.hub.load('a', 'b')\ndevice = "),
+    ],
     "nothing_of_this_machine_is_stored": [
         replace(2, "device =", "import sys\nsys.path.append('..')\ndevice ="),
         output(5, new_output("stream", text="/home/ada/course\n")),
+        output(5, new_output("display_data", data={"text/html": "<a href='/tmp/x'>x</a>"})),
     ],
 }
 

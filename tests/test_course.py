@@ -1,6 +1,8 @@
 """The course map and the navigation follow from the lessons' cards."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,22 @@ def test_a_lesson_that_goes_away_leaves_no_link_behind(copy, capsys):
     assert course.main(copy, check=True) == 0
     assert gone.name not in (copy / "README.md").read_text("utf-8")
     assert "out of date" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("marker", [course.BEGIN, course.END])
+def test_a_readme_without_its_markers_is_left_alone(copy, marker):
+    readme = copy / "README.md"
+    readme.write_text(readme.read_text("utf-8").replace(marker, ""), "utf-8")
+    before = readme.read_bytes()
+    with pytest.raises(SystemExit, match="README.md must hold the line"):
+        course.main(copy, check=False)
+    assert readme.read_bytes() == before
+
+
+def test_a_mistyped_option_rewrites_nothing(copy):
+    command = [sys.executable, "-m", "amp_utils.course", "--chek"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and done.stderr.startswith("--chek is not allowed: give --check")
 
 
 def test_what_is_up_to_date_is_not_touched(copy):
