@@ -192,3 +192,24 @@ def scale_history(scales: Sequence[float], skipped: Sequence[bool], *, title: st
             axes.set_yscale("log", base=2)
         axes.set(title=title, xlabel="step", ylabel="loss scale")
         show(figure, alt)
+
+
+def stacked_bars(
+    bars: Mapping[str, Mapping[str, float]], marks: Mapping[str, float], *, title: str, xlabel: str, alt: str
+) -> None:
+    """One horizontal bar a row, made of the same parts in the same order; `marks` draws a line across a row's bar."""
+    hatches = ["", "///", "...", "xxx"]
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(7, 0.55 * len(bars) + 1.2))
+        for row, (name, parts) in enumerate(bars.items()):
+            left = 0.0
+            for i, (part, value) in enumerate(parts.items()):
+                look = {"color": CYCLE[1 + i % 5], "hatch": hatches[i % 4], "edgecolor": "white"}
+                axes.barh(-row, value, left=left, height=0.6, label=None if row else part, **look)
+                left += value
+            if name in marks:
+                axes.vlines(marks[name], -row - 0.42, -row + 0.42, color="#000000", linewidth=3)
+        axes.set_yticks([-row for row in range(len(bars))], list(bars))
+        axes.set(title=title, xlabel=xlabel)
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        show(figure, alt)
