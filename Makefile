@@ -13,7 +13,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES=
 WORKERS := $(if $(filter 1,$(THREADS)),-n 2 --dist loadscope,-n 0)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab run save test validate bench lint format clean ready
+.PHONY: help lab run save test validate claims bench lint format clean ready
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -39,6 +39,9 @@ test: ready  ## check everything: units, promises, then every notebook against i
 validate: ready  ## check only the notebooks against their saved outputs (THREADS=2: with two threads)
 	$(ON_CPU) OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) \
 	  --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks
+
+claims: ready  ## measure every claim of the sources again, and write the ledger: notebooks/claims.md and .html
+	@$(BIN)/python -m amp_utils.claims $(P)
 
 bench: ready  ## measure speed-ups and the cost of the instruments, as ratios (P="--device cuda")
 	@$(BIN)/python -m amp_utils.bench $(P)

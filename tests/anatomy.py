@@ -222,7 +222,8 @@ def outputs_are_stored(nb, path):
     for i, cell in code(nb):
         calls = [ast.unparse(node.func) for node in ast.walk(_top_level(tree(cell))) if isinstance(node, ast.Call)]
         speaks = any(
-            call in ("print", "lesson.predict", "lesson.record") or call.startswith("plots.") for call in calls
+            call in ("print", "lesson.predict", "lesson.record", "lesson.settle") or call.startswith("plots.")
+            for call in calls
         )
         if (speaks or "check" in tags(cell) or "solution" in tags(cell)) and not cell.outputs:
             complaints.append(f"Cell {i}: it prints or draws, and no output is stored.")

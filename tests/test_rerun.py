@@ -54,7 +54,12 @@ def test_a_parameter_reaches_the_results(tmp_path):
         ("12", "steps", "-1", "steps = -1 is not allowed: give a whole number from 0 to 100000."),
         ("05", "steps", "many", "steps = 'many' is not allowed: give a whole number from 1 to 10000."),
         ("07", "max_norm", "0", "max_norm = 0 is not allowed: give a finite number above 0 and at most 10."),
-        ("06", "init_scale", "inf", "init_scale = inf is not allowed: give a finite number above 0"),
+        (
+            "06",
+            "init_scale",
+            "inf",
+            "init_scale = inf is not allowed: give a finite number at least 1e-06 and at most 1.70141e+38.",
+        ),
         ("00", "device", "tpu", "device = 'tpu' is not allowed: give one of 'auto', 'cpu'."),
         ("00", "device", "cuda", "device = 'cuda' is not on this machine: give one of 'auto', 'cpu'."),
         ("00", "seed", "1.5", "seed = 1.5 is not allowed: give a whole number from 0 to 2147483648."),
