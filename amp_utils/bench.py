@@ -5,11 +5,13 @@ A ratio's spread is its interquartile range; a single time is worth little on a 
 """
 
 import argparse
+import ast
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
@@ -25,6 +27,7 @@ from amp_utils.scaler import FlightRecorder
 from amp_utils.timing import compare, ratio
 
 Run = Callable[[], object]
+ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,33 @@ def recipe_steps(device: torch.device, dtype: torch.dtype, steps: int = 8) -> Ca
             scaler.update()
 
     return run
+
+
+def lesson_loop(device: torch.device, steps: int = 8) -> tuple[Run, Run]:
+    """The training loop of lesson 10, read from its notebook, and the same loop bare, on equal networks in bf16."""
+    notebook = json.loads((ROOT / "notebooks" / "10_amp_recipe.ipynb").read_text("utf-8"))
+    source = "\n".join("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code")
+    wanted = [n for n in ast.parse(source).body if getattr(n, "name", "") in ("train", "float32_products")]
+    taught: dict = {"torch": torch, "nn": nn, "contextmanager": contextmanager, "Iterator": Iterator, "device": device}
+    taught |= {"on_gpu": device.type == "cuda", "DTYPES": {"bf16": torch.bfloat16}}
+    exec(compile(ast.Module(wanted, []), "10_amp_recipe", "exec"), taught)
+
+    width, batch = (512, 256) if device.type == "cpu" else (4096, 512)
+    nets = [models.mlp(width, width, width).to(device) for _ in range(2)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-3) for net in nets]
+    data = [tuple(torch.randn(batch, width, device=device) for _ in range(2))]
+
+    def bare() -> None:
+        for _ in range(steps):
+            for inputs, targets in data:
+                with torch.autocast(device.type, dtype=torch.bfloat16):
+                    loss = nn.functional.mse_loss(nets[0](inputs), targets)
+                loss.backward()
+                optimizers[0].step()
+                optimizers[0].zero_grad()
+
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    return partial(taught["train"], "bf16", nets[1], optimizers[1], scaler, data, steps), bare
 
 
 def checkerboard_step(device: torch.device, dtype: torch.dtype, steps: int = 10) -> Run:
@@ -112,6 +142,7 @@ def measure(device: torch.device, repeats: int) -> list[Result]:
     return [
         pair("recipe: fp32 / low precision", partial(recipe_steps(device, fp32), scaler(False)), step),
         pair("checkerboard: fp32 / low precision", checkerboard_step(device, fp32), checkerboard_step(device, low)),
+        pair("lesson 10's loop / the same loop bare", *lesson_loop(device), 1.02),
         pair("flight recorder / bare step", watched, step, 1.05),
         pair("ledger / bare step", recorded(step), step),
         pair("import amp_utils / import torch", importing("torch, amp_utils"), importing("torch"), 1.1, 7),
@@ -132,9 +163,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     results = measure(device, arguments.repeats)
-    print(f"{'benchmark':<36}{'ratio':>8}{'spread':>8}{'bar':>8}")
+    print(f"{'benchmark':<40}{'ratio':>8}{'spread':>8}{'bar':>8}")
     for r in results:
-        print(f"{r.name:<36}{r.ratio:8.3f}{r.spread:8.3f}{r.bar or '':>8}  {r.verdict}".rstrip())
+        print(f"{r.name:<40}{r.ratio:8.3f}{r.spread:8.3f}{r.bar or '':>8}  {r.verdict}".rstrip())
     about = {"device": describe(device), "torch": torch.__version__, "date": date.today().isoformat()}
     path = Path("runs") / f"bench-{device.type}.json"
     path.parent.mkdir(exist_ok=True)

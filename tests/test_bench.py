@@ -47,6 +47,14 @@ def test_training_steps_really_train():
         steps()
 
 
+def test_the_lessons_loop_is_measured_on_real_training():
+    taught, bare = bench.lesson_loop(torch.device("cpu"), steps=2)
+    before = taught.args[1][0].weight.detach().clone()
+    assert len(taught()) == 2, "lesson 10's train returns a loss a step"
+    assert not torch.equal(before, taught.args[1][0].weight)
+    bare()
+
+
 def test_the_benchmarks_import_neither_jupyter_nor_matplotlib():
     code = "import sys, amp_utils.bench; print([m for m in ('IPython', 'matplotlib', 'rich') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
