@@ -33,8 +33,10 @@ save: ready  ## run lessons on the CPU and keep their outputs in notebooks/ (NB=
 	@$(BIN)/python -m amp_utils.run --save $(NB)
 
 test: ready  ## check everything: units, promises, then every notebook against its saved outputs
-	$(ON_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests amp_utils
-	@$(MAKE) --no-print-directory validate
+	@status=0; \
+	$(ON_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests amp_utils || status=1; \
+	$(MAKE) --no-print-directory validate || status=1; \
+	exit $$status
 
 validate: ready  ## check only the notebooks against their saved outputs (THREADS=2: with two threads)
 	$(ON_CPU) OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) \

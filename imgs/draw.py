@@ -85,7 +85,7 @@ def amp_step(axes: Axes) -> None:
 
 
 def loss_scaling(axes: Axes) -> None:
-    """Gradients as a hill on the exponent axis; a scale of 2^12 moves the hill into what fp16 can hold."""
+    """Gradients as a hill on the exponent axis; a scale of 2^16 moves the hill into what fp16 can hold."""
     exponents = np.linspace(-45, 20, 1000)
     hill = np.exp(-(((exponents + 29) / 4.5) ** 2))
     for left, right, color in ((-24, -14, "#CFE3F1"), (-14, 16, "#9CC7E3")):
