@@ -26,6 +26,8 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "10_amp_recipe": {"precision": "bf16", "batch": 32, "width": 64, "repeats": 1, "seed": 1},
     "11_checkpoint_and_inference": {"precision": "bf16", "steps": 3, "seed": 1},
     "12_checkerboard_cnn": {"precision": "bf16", "steps": 20},
+    "A4_operators": {"rows": 60, "columns": 3, "repeats": 3, "seed": 1},
+    "A5_compile": {"backend": "aot_eager", "rows": 3, "repeats": 3, "seed": 1},
 }
 
 
