@@ -29,6 +29,8 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "A1_tensors_and_autograd": {"seeds": 1, "steps": 1500, "seed": 4},
     "A2_modules": {"noise": 0.8, "steps": 6000, "seed": 1},
     "A3_broadcasting": {"steps": 200, "batch": 2, "length": 16, "seed": 3},
+    "A4_operators": {"rows": 60, "columns": 3, "repeats": 3, "seed": 1},
+    "A5_compile": {"backend": "aot_eager", "rows": 3, "repeats": 3, "seed": 1},
 }
 
 
