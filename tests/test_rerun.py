@@ -31,6 +31,7 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "A3_broadcasting": {"steps": 200, "batch": 2, "length": 16, "seed": 3},
     "A4_operators": {"rows": 60, "columns": 3, "repeats": 3, "seed": 1},
     "A5_compile": {"backend": "aot_eager", "rows": 3, "repeats": 3, "seed": 1},
+    "13_data_parallel": {"ranks": 3, "steps": 8, "overflow_step": 2, "seed": 1},
 }
 
 
