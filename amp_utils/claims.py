@@ -40,6 +40,7 @@ class Claim:
     lesson: str
     verdict: str
     tolerance: float | None = None  # relative
+    ours: bool = False  # the source gives no number: `published` is our bar
     truth: str | None = None
     depends_on: str | None = None
 
@@ -143,7 +144,10 @@ def rows(claims: list[Claim], measured: Mapping[str, Any]) -> list[list[str]]:
         elif c.verdict == "not true":
             verdict += f": {c.truth}"
         wrong = c.contradiction(measured.get(c.id))
-        published, here = words[c.compare] + shown(c.published), shown(measured.get(c.id, "–"))
+        published, here = (
+            ("our bar: " if c.ours else "") + words[c.compare] + shown(c.published),
+            shown(measured.get(c.id, "–")),
+        )
         table.append([c.lesson, c.claim, c.source, published, here, f"CONTRADICTED: {wrong}" if wrong else verdict])
     return table
 
