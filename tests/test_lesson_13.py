@@ -189,6 +189,20 @@ def runs(process_id: int) -> bool:
     return status.parent.parent.joinpath("self").exists() is False
 
 
+@pytest.fixture(autouse=True)
+def patience():
+    """A launch that waits for a process which should be gone fails its test instead of waiting for ever."""
+
+    def give_up(*_) -> None:
+        raise AssertionError("nothing has come to an end for three minutes")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(180)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.fixture
 def temporary(tmp_path, monkeypatch):
     """A folder in which `launch` makes its own."""
