@@ -26,6 +26,7 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "10_amp_recipe": {"precision": "bf16", "batch": 32, "width": 64, "repeats": 1, "seed": 1},
     "11_checkpoint_and_inference": {"precision": "bf16", "steps": 3, "seed": 1},
     "12_checkerboard_cnn": {"precision": "bf16", "steps": 20},
+    "A6_data_loading": {"precision": "fp16", "images": 16, "shards": 2, "workers": 3, "epochs": 1, "seed": 1},
 }
 
 
