@@ -100,6 +100,17 @@ def course_map(notebooks: Path, prefix: str = "") -> str:
     return "\n".join(lines)
 
 
+def entrances(notebooks: Path) -> str:
+    """A Markdown table of the two ways into the course: through the appendices, or straight to the first lesson."""
+    there = {path.stem: path for path in lessons(notebooks)}
+    first = PARTS["1 · Numbers"][:1]
+    lines = ["| you are | enter here |", "| --- | --- |"]
+    for who, names in (("new to PyTorch", PARTS["Appendices"] + first), ("at home in PyTorch", first)):
+        links = [f"[{title(there[name])}]({name}.ipynb)" for name in names if name in there]
+        lines.append(f"| **{who}** | {' → '.join(links)} |")
+    return "\n".join(lines)
+
+
 def up_to_date(path: Path) -> str:
     """The text that the file should have: a lesson, or the README."""
     if path.suffix == ".md":
@@ -115,6 +126,8 @@ def up_to_date(path: Path) -> str:
             cell.source = navigation(path)
         if "course-map" in cell.metadata.get("tags", []):
             cell.source = course_map(path.parent)
+        if "entrances" in cell.metadata.get("tags", []):
+            cell.source = entrances(path.parent)
     return nbformat.writes(notebook) + "\n"
 
 

@@ -1,5 +1,6 @@
 """The course map and the navigation follow from the lessons' cards."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -44,6 +45,18 @@ def test_a_lesson_links_to_its_neighbours():
         assert f"]({after.name}) →" in course.navigation(before)
         assert f"]({before.name})" in course.navigation(after)
     assert "←" not in course.navigation(there[0]) and "→" not in course.navigation(there[-1])
+
+
+def test_both_entrances_lead_to_the_first_lesson_and_one_through_every_appendix(copy):
+    def ways():
+        rows = course.entrances(copy / "notebooks").splitlines()[2:]
+        return [re.findall(r"\]\((\w+)\.ipynb\)", row) for row in rows]
+
+    there = [path.stem for path in course.lessons(copy / "notebooks")]
+    appendices = [name for name in there if name.startswith("A")]
+    assert appendices and ways() == [[*appendices, "01_float_formats"], ["01_float_formats"]]
+    (copy / "notebooks" / f"{appendices[0]}.ipynb").unlink()
+    assert ways()[0] == [*appendices[1:], "01_float_formats"]
 
 
 def test_a_lesson_that_goes_away_leaves_no_link_behind(copy, capsys):
