@@ -13,7 +13,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES=
 WORKERS := $(if $(filter 1,$(THREADS)),-n 2 --dist loadscope,-n 0)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab run save test validate claims bench lint format clean ready
+.PHONY: help lab run sweep save test validate claims bench lint format clean ready
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -28,6 +28,9 @@ lab: ready  ## open the course in JupyterLab (PORT=8888, BROWSER=no: just print 
 
 run: ready  ## run lessons into runs/ (NB=12: one lesson, P="-p precision bf16 -p steps 100": its parameters)
 	@$(BIN)/python -m amp_utils.run $(NB) $(P)
+
+sweep: ready  ## run a lesson for all combinations of values (NB=12 P="--set precision=fp32,bf16 --set width=64,128")
+	@$(BIN)/python -m amp_utils.sweep $(NB) $(P)
 
 save: ready  ## run lessons on the CPU and keep their outputs in notebooks/ (NB=12: one lesson)
 	@$(BIN)/python -m amp_utils.run --save $(NB)

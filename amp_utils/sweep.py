@@ -150,10 +150,10 @@ def progress(results: Iterable[tuple[str, str | None]], total: int, missing: int
 def connect(scheduler: str) -> Any:
     """A client of the Dask cluster. Raises click.UsageError where there is none that can be used."""
     try:
-        from dask.distributed import Client
+        from distributed import Client
         from distributed.comm import get_address_host_port
     except ImportError:
-        raise click.UsageError("--scheduler needs Dask: install it with pip install 'dask[distributed]'.") from None
+        raise click.UsageError("--scheduler needs Dask: install it with pip install distributed.") from None
     try:
         get_address_host_port(scheduler)
         client = Client(scheduler, timeout=10, set_as_default=False)

@@ -246,7 +246,7 @@ def test_a_cluster_of_workers_with_several_threads_is_refused(call, monkeypatch)
         def nthreads(self) -> dict[str, int]:
             return {"one": 1, "other": 3}
 
-    monkeypatch.setattr("dask.distributed.Client", lambda *_, **__: Cluster())
+    monkeypatch.setattr("distributed.Client", lambda *_, **__: Cluster())
     status, out, err = call("1 --set steps=1 --scheduler 127.0.0.1:1")
     assert (status, out) == (2, "")
     assert err.startswith("The cluster has 2 workers with 4 threads: give each worker one, as dask worker ")
@@ -254,7 +254,7 @@ def test_a_cluster_of_workers_with_several_threads_is_refused(call, monkeypatch)
 
 def wait_for_scheduler(about: Path, workers: int) -> str:
     """Address of the Dask scheduler, once it has its workers."""
-    from dask.distributed import Client
+    from distributed import Client
 
     wait_for(about.exists)
     with Client(scheduler_file=str(about), set_as_default=False, timeout=30) as client:
