@@ -18,7 +18,8 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
 
 LATEX = LatexToMathML(fancy_error=False)
-# A solution is folded away as in JupyterLab; a cell may ask that its outputs come one keystroke later (slides).
+# A solution is folded away as in JupyterLab. For slides a cell may ask to be shown without its source (outputs_only),
+# or one keystroke later than the rest (later).
 TEMPLATE = """
 {%- extends 'basic/index.html.j2' -%}
 {% block codecell %}
@@ -26,19 +27,18 @@ TEMPLATE = """
 {{ super() }}</details>{% else %}{{ super() }}{% endif %}
 {% endblock %}
 {% block input %}{{ cell.source | highlight_code(metadata=cell.metadata) }}{% endblock %}
+{% block markdowncell %}
+{% if cell.metadata.get('later') %}<div class="fragment">{{ super() }}</div>{% else %}{{ super() }}{% endif %}
+{% endblock %}
+{% block input_group %}{% if not cell.metadata.get('outputs_only') %}{{ super() }}{% endif %}{% endblock %}
 {% block output_group %}
-{% if cell.metadata.get('outputs_later') %}<div class="fragment">{{ super() }}</div>{% else %}{{ super() }}{% endif %}
+{% if cell.metadata.get('later') %}<div class="fragment">{{ super() }}</div>{% else %}{{ super() }}{% endif %}
 {% endblock %}
 """
 # Colours of the text reach a contrast of 4.5 : 1 or more on white, those of Pygments' default style as well.
-STYLE = """
+BASE = """
 :root { --line: #d5d9e0; --quiet: #586069; --link: #0b5cad; --code: #f6f8fa; }
-body { font: 17px/1.55 system-ui, sans-serif; color: #1f2328; background: #fff; margin: 0 auto; max-width: 58rem;
-  padding: 1rem 1.2rem 4rem; }
-h1, h2, h3 { line-height: 1.25; margin: 1.6em 0 .5em; }
 a { color: var(--link); }
-.anchor-link { visibility: hidden; margin-left: .3em; text-decoration: none; }
-:hover > .anchor-link { visibility: visible; }
 code, pre { font: .85em/1.45 ui-monospace, "DejaVu Sans Mono", Consolas, monospace; }
 :not(pre) > code { background: var(--code); padding: .1em .3em; border-radius: 3px; }
 .input { background: var(--code); border: 1px solid var(--line); border-radius: 6px; margin: .9em 0 .3em; }
@@ -47,14 +47,21 @@ code, pre { font: .85em/1.45 ui-monospace, "DejaVu Sans Mono", Consolas, monospa
 .output_stderr pre { background: #fdecea; }
 table { border-collapse: collapse; margin: .8em 0; }
 th, td { border: 1px solid var(--line); padding: .3em .7em; text-align: left; vertical-align: top; }
+thead:not(:has(th:not(:empty))) { display: none; }
 details { border: 1px solid var(--line); border-radius: 6px; padding: .2em .9em; margin: .6em 0; }
 summary { cursor: pointer; font-weight: 600; color: var(--quiet); }
 .celltag_predict { border-left: 4px solid #d97706; background: #fff8ec; padding: .1em .9em; border-radius: 4px; }
 img { max-width: 100%; height: auto; }
-hr { border: 0; border-top: 1px solid var(--line); margin: 2em 0 1em; }
 math { font-size: 1.05em; }
 math[display="block"] { margin: .8em 0; }
-thead:not(:has(th:not(:empty))) { display: none; }
+"""
+STYLE = f"""{BASE}
+body {{ font: 17px/1.55 system-ui, sans-serif; color: #1f2328; background: #fff; margin: 0 auto; max-width: 58rem;
+  padding: 1rem 1.2rem 4rem; }}
+h1, h2, h3 {{ line-height: 1.25; margin: 1.6em 0 .5em; }}
+.anchor-link {{ visibility: hidden; margin-left: .3em; text-decoration: none; }}
+:hover > .anchor-link {{ visibility: visible; }}
+hr {{ border: 0; border-top: 1px solid var(--line); margin: 2em 0 1em; }}
 """
 
 
@@ -75,7 +82,7 @@ def mathml(latex: str, display: bool = False) -> str:
 
 
 class Renderer(IPythonRenderer):
-    """nbconvert's Markdown with formulas and pictures inside the page; `link_to` says where each link leads."""
+    """nbconvert's Markdown with formulas and pictures inside. `link_to` says where a link leads; "" makes it text."""
 
     def __init__(self, folder: Path, link_to: Callable[[str], str], anchors: bool):
         super().__init__(escape=False, exclude_anchor_links=not anchors)
@@ -91,7 +98,8 @@ class Renderer(IPythonRenderer):
         return mathml(rf"\begin{{{name}}}{body}\end{{{name}}}", display=True)
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
-        return super().link(text, self.link_to(url), title)
+        target = self.link_to(url)
+        return super().link(text, target, title) if target else text
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
         return super().image(text, picture(self.folder / url), title)
@@ -138,7 +146,7 @@ def highlighting() -> str:
 
 
 def page(title: str, body: str, style: str = STYLE) -> str:
-    """A whole page. `body` is HTML, `title` text; nothing but this one file is needed to show it."""
+    """A whole page that needs nothing but itself. `body` is HTML, `style` CSS and `title` text."""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
