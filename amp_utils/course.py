@@ -88,6 +88,26 @@ def navigation(path: Path) -> str:
     return "---\n" + " &nbsp;·&nbsp; ".join(links)
 
 
+def slide_type(cell: nbformat.NotebookNode) -> str | None:
+    """What a cell is in a presentation: it begins a `slide` or a `subslide`, appears later on the one before
+    (`fragment`), is left out (`skip`), or simply goes on (None).
+
+    A rule of tags and headings alone, so that neither the writer of a lesson nor a change of outputs has to think of
+    it. Stored where Jupyter's tools look for it; `amp_utils.slides` builds presentations from it.
+    """
+    tags = set(cell.metadata.get("tags", []))
+    plumbing = cell.cell_type == "code" and re.search(r"^lesson\.(validate|record)\(", cell.source, re.M)
+    if tags & {"parameters", "check", "solution", "navigation"} or plumbing:
+        return "skip"
+    if cell.cell_type != "markdown":
+        return None
+    if re.search(r"^##? ", cell.source, re.M):
+        return "slide"
+    if "<summary>Answer</summary>" in cell.source:
+        return "fragment"
+    return "subslide" if tags & {"predict", "exercise-text"} or cell.source.startswith("### ") else None
+
+
 def course_map(notebooks: Path, prefix: str = "") -> str:
     """A Markdown table of the lessons that are written; `prefix` is the way to them."""
     there = {path.stem: path for path in lessons(notebooks)}
@@ -128,6 +148,9 @@ def up_to_date(path: Path) -> str:
             cell.source = course_map(path.parent)
         if "entrances" in cell.metadata.get("tags", []):
             cell.source = entrances(path.parent)
+        cell.metadata.pop("slideshow", None)
+        if kind := slide_type(cell):
+            cell.metadata["slideshow"] = {"slide_type": kind}
     return nbformat.writes(notebook) + "\n"
 
 
