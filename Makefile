@@ -13,7 +13,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES=
 WORKERS := $(if $(filter 1,$(THREADS)),-n 2 --dist loadscope,-n 0)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab run sweep save test validate claims bench lint format clean ready
+.PHONY: help lab run sweep save test validate claims handout slides bench lint format clean ready
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -47,6 +47,13 @@ validate: ready  ## check only the notebooks against their saved outputs (THREAD
 
 claims: ready  ## measure every claim of the sources again, and write the ledger: notebooks/claims.md and .html
 	@$(BIN)/python -m amp_utils.claims $(P)
+
+handout: ready  ## build what a class gets into build/handout: notebooks without and with solutions, offline pages
+	@$(BIN)/python -m amp_utils.handout
+
+slides: ready  ## open a lesson as a presentation, without a network (NB=06; BROWSER=no: just print where it is)
+	@$(if $(filter yes no,$(BROWSER)),env -u BROWSER) $(BIN)/python -m amp_utils.slides $(NB) \
+	  $(if $(filter no,$(BROWSER)),--no-browser)
 
 bench: ready  ## measure speed-ups and the cost of the instruments, as ratios (P="--device cuda")
 	@$(BIN)/python -m amp_utils.bench $(P)
