@@ -1,6 +1,7 @@
 """A handout is whole: it loads nothing from outside, every link in it leads somewhere, and no solution slips out."""
 
 import ast
+import fcntl
 import hashlib
 import json
 import re
@@ -103,11 +104,16 @@ def markdown(path: Path) -> list[str]:
     return ["".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "markdown"]
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    out = tmp_path_factory.mktemp("build") / "handout"
-    assert handout.build(ROOT / "notebooks", out) == len(LESSONS)
-    return out
+@pytest.fixture(scope="session")
+def built(tmp_path_factory, request):
+    """The handout of the course, built once for all workers that run tests side by side."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if hasattr(request.config, "workerinput") else folder
+    with (folder / "handout.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "handout").exists():
+            assert handout.build(ROOT / "notebooks", folder / "handout") == len(LESSONS)
+    return folder / "handout"
 
 
 @pytest.fixture(scope="module")
