@@ -1,6 +1,7 @@
 """Benchmarks as ratios from interleaved runs, with their spread: `python -m amp_utils.bench [--device cuda]`.
 
-Needs torch only (no Jupyter). Prints a table and writes it, with machine and versions, to runs/bench-DEVICE.json.
+Needs torch only; sweeps are left out where papermill and joblib are not installed. Prints a table and writes it, with
+machine and versions, to runs/bench-DEVICE.json.
 A ratio's spread is its interquartile range; a single time is worth little on a shared machine, a ratio more.
 """
 
@@ -15,7 +16,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
@@ -115,6 +118,38 @@ def importing(module: str) -> Run:
     return lambda: subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
 
 
+# The same grid as one sweep with two jobs, and as a plain loop: four seeds in two precisions, small as they come.
+GRID = {"size": [16], "steps": [60], "precision": ["fp32", "bf16"], "seed": [0, 1, 2, 3]}
+LOOP = f"""
+import itertools, papermill, sys
+grid = {GRID}
+for i, values in enumerate(itertools.product(*grid.values())):
+    point = dict(zip(grid, values))
+    papermill.execute_notebook(sys.argv[1], f"{{sys.argv[2]}}/{{i}}.ipynb", point, cwd="notebooks", progress_bar=False)
+"""
+
+
+def executing(*command: str) -> Run:
+    """Execute lesson 12 over the grid with a Python command, to which an empty folder is added."""
+
+    def run() -> None:
+        with TemporaryDirectory() as out:
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            subprocess.run([sys.executable, *command, out], check=True, cwd=Path(__file__).parent.parent, **quiet)
+
+    return run
+
+
+def sweep_and_loop() -> tuple[Run, Run] | None:
+    """The grid as a sweep, and as a plain loop; None, and a sentence, where that cannot be measured."""
+    if any(find_spec(name) is None for name in ("papermill", "joblib")) or (os.cpu_count() or 1) < 2:
+        print("Sweeps are not measured: that needs papermill, joblib and two cores.")
+        return None
+    values = [word for name, listed in GRID.items() for word in ("--set", f"{name}={','.join(map(str, listed))}")]
+    sweep = executing("-m", "amp_utils.sweep", "12", *values, "--jobs", "2", "--out")
+    return sweep, executing("-c", LOOP, "notebooks/12_checkerboard_cnn.ipynb")
+
+
 def recorded(run: Run) -> Run:
     """The same steps under the ledger."""
 
@@ -128,8 +163,8 @@ def recorded(run: Run) -> Run:
 def measure(device: torch.device, repeats: int) -> list[Result]:
     """Run all benchmarks; every pair is timed in turn, a b a b …"""
 
-    def pair(name: str, a: Run, b: Run, bar: float | None = None, times: int = repeats) -> Result:
-        taken = compare({"a": a, "b": b}, repeats=times, warmup=2, device=device)
+    def pair(name: str, a: Run, b: Run, bar: float | None = None, times: int = repeats, warmup: int = 2) -> Result:
+        taken = compare({"a": a, "b": b}, repeats=times, warmup=warmup, device=device)
         return Result(name, *ratio(taken["a"], taken["b"]), bar)
 
     def scaler(enabled: bool) -> torch.amp.GradScaler:
@@ -139,7 +174,7 @@ def measure(device: torch.device, repeats: int) -> list[Result]:
     # The same network with and without an instrument: only the instrument differs.
     steps = recipe_steps(device, low)
     step, watched = partial(steps, scaler(True)), partial(steps, FlightRecorder(scaler(True)))
-    return [
+    results = [
         pair("recipe: fp32 / low precision", partial(recipe_steps(device, fp32), scaler(False)), step),
         pair("checkerboard: fp32 / low precision", checkerboard_step(device, fp32), checkerboard_step(device, low)),
         pair("lesson 10's loop / the same loop bare", *lesson_loop(device), 1.02),
@@ -147,6 +182,9 @@ def measure(device: torch.device, repeats: int) -> list[Result]:
         pair("ledger / bare step", recorded(step), step),
         pair("import amp_utils / import torch", importing("torch, amp_utils"), importing("torch"), 1.1, 7),
     ]
+    if swept := sweep_and_loop():
+        results.append(pair("sweep with 2 jobs / papermill loop", *swept, 0.666, min(3, repeats), warmup=0))
+    return results
 
 
 def main() -> int:

@@ -55,6 +55,13 @@ def test_the_lessons_loop_is_measured_on_real_training():
     bare()
 
 
+@pytest.mark.parametrize("missing", ["papermill", "joblib"])
+def test_sweeps_are_left_out_where_they_cannot_run(missing, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "find_spec", lambda name: None if name == missing else object())
+    assert bench.sweep_and_loop() is None
+    assert capsys.readouterr().out == "Sweeps are not measured: that needs papermill, joblib and two cores.\n"
+
+
 def test_the_benchmarks_import_neither_jupyter_nor_matplotlib():
     code = "import sys, amp_utils.bench; print([m for m in ('IPython', 'matplotlib', 'rich') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
