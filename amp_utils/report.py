@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,9 +22,6 @@ from amp_utils import lesson as lessons
 
 Row = dict[str, Any]
 Lines = dict[str, dict[Any, float]]  # height by place, by label of the line
-# nbconvert's page without what it would load from the network; formulas stay as TeX.
-ONLINE = ("html_head_js", "jupyter_widgets", "html_head_js_mathjax", "html_head_js_mermaidjs")
-OFFLINE = "{% extends 'lab/index.html.j2' %}" + "".join(f"{{% block {name} %}}{{% endblock %}}" for name in ONLINE)
 PAGE = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body {{ font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222 }}
 .wide {{ overflow-x: auto }} .failed {{ color: #a33b00 }} img {{ max-width: 36rem; width: 100%; margin-top: 1.5rem }}
@@ -33,11 +31,22 @@ td, th {{ padding: .25rem .75rem; border-bottom: 1px solid #ddd }} td {{ text-al
 """
 
 
+def prepare() -> None:
+    """Import what pages and plots need, which takes seconds, at a time when there is nothing else to do."""
+    for name in ("pages", "plots"):
+        import_module(f"amp_utils.{name}")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is there as a whole or not at all."""
     under_way = path.with_name(f".{path.name}.partial")
     under_way.write_text(text, encoding="utf-8")
     os.replace(under_way, path)
+
+
+def outward(url: str) -> str:
+    """A link as it is where it leads into the page or to the web: the other lessons are not beside a run."""
+    return url if url.startswith("#") or "://" in url else ""
 
 
 def page(lesson: Path, folder: Path) -> Path | None:
@@ -48,11 +57,13 @@ def page(lesson: Path, folder: Path) -> Path | None:
         return None
     target = notebook.with_suffix(".html")
     if not target.exists() or target.stat().st_mtime < notebook.stat().st_mtime:
-        from nbconvert import HTMLExporter  # takes a second
+        from amp_utils import pages
 
-        exporter = HTMLExporter(embed_images=True, raw_template=OFFLINE)
-        text, _ = exporter.from_filename(str(notebook), {"metadata": {"path": str(lesson.parent)}})
-        write_whole(target, text)
+        try:
+            body = pages.cells(nbformat.read(notebook, as_version=4), lesson.parent, outward)
+        except pages.PageError as error:
+            body = html.escape(str(error))
+        write_whole(target, pages.page(f"{folder.name} · {lesson.stem}", body))
     return target
 
 
@@ -116,7 +127,7 @@ def lines(rows: Sequence[Row], columns: Sequence[str], parameters: Sequence[str]
 
 def plot(metric: str, axis: str, found: Lines) -> str:
     """One metric as an HTML image that holds its own data."""
-    from matplotlib import rc_context  # with torch, which plots needs, this takes seconds
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     from amp_utils import plots

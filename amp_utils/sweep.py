@@ -109,7 +109,9 @@ def sweep(lesson: Path, grid: Grid, out: Path) -> int:
         joblib.Parallel(batch_size=1, pre_dispatch="n_jobs", return_as="generator_unordered") as parallel,
         contextlib.ExitStack() as until_the_end,
     ):
-        (refused,) = parallel([joblib.delayed(grids.refusals)(lesson, list(runs.values()))])
+        checked = parallel([joblib.delayed(grids.refusals)(lesson, list(runs.values()))])
+        report.prepare()  # while the first worker comes up and checks
+        (refused,) = checked
         if refused:
             raise click.UsageError("\n".join(refused))
         out.mkdir(parents=True, exist_ok=True)
