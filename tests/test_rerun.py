@@ -78,7 +78,9 @@ def test_a_wrong_parameter_is_one_sentence_at_the_console(number, name, value, s
     command = [sys.executable, "-m", "amp_utils.run", number, "-p", name, value]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode != 0
-    assert done.stderr.startswith(sentence) and done.stderr.count("\n") == 1, done.stderr
+    # ZeroMQ, on a crowded machine, may say this of itself while a kernel is being stopped.
+    said = [line for line in done.stderr.splitlines() if "src/signaler.cpp" not in line]
+    assert len(said) == 1 and said[0].startswith(sentence), done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert not (tmp_path / "runs" / f"{LESSONS[run.choose([number], ROOT / 'notebooks')[0].stem].name}").exists()
 
