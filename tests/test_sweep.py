@@ -367,7 +367,9 @@ def test_a_run_whose_sweep_is_gone_is_given_up(course, monkeypatch):
     out.mkdir()
     monkeypatch.setattr(sweep, "run_lesson", pretend)
     with sweep.locked(out, 0):
-        assert sweep.execute(lesson, out / "a", {"steps": 1}, 1) == ("a", None)
+        for _ in range(2):  # the second finds it finished, as after a killed sweep's worker that was still at it
+            assert sweep.execute(lesson, out / "a", {"steps": 1}, 1) == ("a", None)
+    assert journal(course) == [["started", "a"]]
     with pytest.raises(sweep.Abandoned):
         sweep.execute(lesson, out / "b", {"steps": 1}, 1)
     assert (out / "a" / lesson.name).exists() and not (out / "b" / lesson.name).exists()
@@ -432,7 +434,7 @@ print(killed, len(stages), status)
 """
 
 
-@pytest.mark.parametrize(("kind", "steps", "kills"), [("pretended", [*range(1, 21)], 40), ("real", [1, 2, 3, 5], 4)])
+@pytest.mark.parametrize(("kind", "steps", "kills"), [("pretended", [*range(1, 21)], 40), ("real", [1, 2, 3], 3)])
 def test_a_killed_sweep_loses_and_repeats_nothing(course, kind, steps, kills):
     listed = ",".join(map(str, steps))
     command = [sys.executable, "-c", DRIVER, str(Path(__file__).parent), kind, listed, str(kills)]
