@@ -89,10 +89,11 @@ def check_names(parameters: Mapping[str, Any], lessons: Sequence[Path]) -> None:
                 )
 
 
-def run_lesson(path: Path, runs: Path, parameters: Mapping[str, Any], step: Step) -> None:
+def run_lesson(path: Path, runs: Path, parameters: Mapping[str, Any], step: Step, save_each_cell: bool = True) -> None:
     """Execute one lesson through papermill into `runs`. Raises LessonFailed.
 
-    Only a finished run gets the lesson's name, and an older result is removed first.
+    Only a finished run gets the lesson's name, and an older result is removed first. To save at each cell takes a tenth
+    of a short run; without it nothing is left to look at where the kernel dies.
     """
     under_way, failed, finished = (
         runs / name.format(path.stem) for name in (".{}.partial.ipynb", "{}.failed.ipynb", "{}.ipynb")
@@ -108,6 +109,7 @@ def run_lesson(path: Path, runs: Path, parameters: Mapping[str, Any], step: Step
             cwd=path.parent,
             progress_bar=False,
             on_cell_executed=step,
+            request_save_on_cell_execute=save_each_cell,
             **CLIENT,
         )
         os.replace(under_way, finished)
@@ -116,7 +118,8 @@ def run_lesson(path: Path, runs: Path, parameters: Mapping[str, Any], step: Step
         where = f"cell {error.exec_count or error.cell_index + 1}; see {failed.parent.name}/{failed.name}"
         raise explained(path.stem, error.ename, error.evalue, where) from None
     except DeadKernelError:
-        os.replace(under_way, failed)
+        if under_way.exists():
+            os.replace(under_way, failed)
         raise dead(path.stem) from None
     finally:
         under_way.unlink(missing_ok=True)

@@ -89,7 +89,7 @@ def execute(lesson: Path, folder: Path, parameters: Parameters, jobs: int) -> tu
         go_on()
         try:
             if not (folder / lesson.name).exists():
-                run_lesson(lesson, folder, parameters, go_on)
+                run_lesson(lesson, folder, parameters, go_on, save_each_cell=False)
         except LessonFailed as error:
             return folder.name, str(error)
         except Exception as error:

@@ -37,7 +37,9 @@ WORK = """\
 import os
 with open("../journal", "a") as journal:
     print(steps, precision, os.environ["OMP_NUM_THREADS"], os.getppid(), os.path.basename(os.getcwd()), file=journal)
-assert steps != 4, "four is too many" """
+assert steps != 4, "four is too many"
+if steps == 9:
+    os.kill(os.getpid(), 9)"""
 RECORD = """\
 lesson.record(loss={precision: 1 / steps}, curve=[1.0, 1 / steps], verdict="good", steps=-1)
 lesson.settle(twice=2 * steps)"""
@@ -78,7 +80,7 @@ def call(course, capsys):
     return run
 
 
-def pretend(path: Path, folder: Path, parameters: dict, step) -> None:
+def pretend(path: Path, folder: Path, parameters: dict, step, save_each_cell: bool) -> None:
     """What run_lesson leaves, without a kernel; notes when it starts and when a finished run is repeated."""
     finished, under_way = folder / path.name, folder / f".{path.stem}.partial.ipynb"
     with open("journal", "a") as journal:
@@ -204,6 +206,13 @@ def test_a_sweep_is_read_back_and_the_same_command_repeats_nothing(course, call,
         (steps, name): times for steps, times in [("2", 1), ("4", 2)] for name in ("fp32", "a/b", "<b>")
     }
     assert {path: path.read_bytes() for path in course.glob("out/*/01_quick.ipynb")} == first
+
+
+def test_a_dead_kernel_is_reported_and_does_not_stop_the_others(course, call):
+    status, out, err = call("1 --set steps=9,2 --out out --jobs 1")
+    assert (status, err) == (1, "steps=9: 01_quick: the kernel died, which is most often a lack of memory.\n")
+    assert [row["outcome"] for row in rows(course / "out")] == ["failed", "done"]
+    assert [path.name for path in course.glob("out/*/*.ipynb")] == ["01_quick.ipynb"]
 
 
 def test_an_interrupted_sweep_leaves_no_kernel(course):
