@@ -253,16 +253,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--students", type=int, default=10)
     parser.add_argument("--lesson", default="06")
-    parser.add_argument("--proxy", default=shutil.which("configurable-http-proxy"))
+    parser.add_argument("--proxy", default="configurable-http-proxy")
     options = parser.parse_args()
-    if not options.proxy:
-        parser.error("configurable-http-proxy was not found: give its place with --proxy")
+    proxy = shutil.which(options.proxy)
+    if not proxy:
+        parser.error(f"{options.proxy} was not found: give the place of configurable-http-proxy with --proxy")
     path = next((ROOT / "build/handout/students").glob(f"{options.lesson}*.ipynb"), None)
     if not path:
         parser.error(f"there is no lesson {options.lesson} in build/handout: run make handout")
     with tempfile.TemporaryDirectory() as folder:
         try:
-            outcome = teach(options.students, path.stem, options.proxy, Path(folder))
+            outcome = teach(options.students, path.stem, os.path.abspath(proxy), Path(folder))
         except Exception:
             print(Path(folder, "hub.log").read_text()[-3000:], file=sys.stderr)
             raise
