@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import urllib.error
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,7 +45,14 @@ def test_the_class_is_on_this_machine_only_and_its_password_in_no_file(settings)
     assert settings.JupyterHub.bind_url.startswith("http://127.0.0.1:")
     assert settings.SharedPasswordAuthenticator.user_password == "from outside"
     assert len(settings.Authenticator.allowed_users) == 30 and not vars(settings.Authenticator).get("allow_all")
-    assert settings.Spawner.environment == {"OMP_NUM_THREADS": "1"} and settings.Spawner.cmd[0] == sys.executable
+    assert settings.Spawner.environment["OMP_NUM_THREADS"] == "1" and settings.Spawner.cmd[0] == sys.executable
+
+
+def test_kernels_meet_in_files_of_their_own_because_ports_collide(settings):
+    assert "--KernelManager.transport=ipc" in settings.Spawner.args
+    place = settings.Spawner.environment["JUPYTER_RUNTIME_DIR"]
+    ada, emmy = (place(SimpleNamespace(user=SimpleNamespace(name=name))) for name in ("ada", "emmy"))
+    assert ada != emmy and Path(ada).parent.is_dir() and len(ada) < len(tempfile.gettempdir()) + 20
 
 
 def test_without_a_password_nothing_starts(settings, monkeypatch):
