@@ -142,9 +142,25 @@ def test_a_checkpoint_cut_anywhere_is_refused(lesson, share, tmp_path):
 def test_another_network_is_refused_before_the_run_changes(lesson):
     small, large = trained(lesson), lesson.new_run("fp16", 1, 9)
     before = lesson.copy.deepcopy(lesson.snapshot(large))
-    with pytest.raises(lesson.CheckpointError, match=r"0\.bias is \(8,\) there and \(9,\) here"):
+    with pytest.raises(
+        lesson.CheckpointError, match=r"0\.bias is \(8,\) torch.float32 there and \(9,\) torch.float32 here"
+    ):
         lesson.check_fit(large, lesson.snapshot(small))
     assert lesson.same(before["model"], large.net.state_dict())
+
+
+@pytest.mark.parametrize("another", ["dtype", "optimizer", "groups"])
+def test_a_checkpoint_that_torch_would_take_is_refused_where_it_is_of_another_run(lesson, another):
+    run = trained(lesson)
+    checkpoint = lesson.snapshot(run)
+    if another == "dtype":
+        checkpoint["model"] = {name: value.half() for name, value in checkpoint["model"].items()}
+    else:
+        split = [{"params": [p]} for p in run.net.parameters()] if another == "groups" else run.net.parameters()
+        run.optimizer = (torch.optim.Adam if another == "groups" else torch.optim.SGD)(split, lr=1e-2)
+    what = "network: 0.bias is .* torch.float16 there" if another == "dtype" else "optimizer"
+    with pytest.raises(lesson.CheckpointError, match=f"^the checkpoint is of another {what}"):
+        lesson.check_fit(run, checkpoint)
 
 
 def test_inference_gives_back_the_mode_and_float32(lesson):
