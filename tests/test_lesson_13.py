@@ -154,6 +154,11 @@ RuntimeError: Connection closed by peer
     assert lesson.last_words("a warning\n") == "no reason was given."
 
 
+def test_a_rank_that_is_killed_is_named_by_its_signal(lesson):
+    with pytest.raises(RuntimeError, match=r"^Signal 11 \(SIGSEGV\)$"):
+        lesson.launch("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", 2, 60)
+
+
 # Processes
 
 
@@ -277,8 +282,16 @@ def nameless(tmp_path, monkeypatch) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and makes a namespace")
 def test_three_ranks_without_a_network_train_as_one_process_does(lesson, nameless, capsys):
     settings = 'backend = "gloo"\nseed = 0\nsteps = 12\noverflow_step = 5'
-    main = lesson.DDP.replace("dist.destroy", LISTENERS + "dist.destroy")
-    parts = lesson.points, lesson.train, lesson.in_turn, lesson.refusal, lesson.SETUP, main
+    parts = (
+        lesson.points,
+        lesson.train,
+        lesson.in_turn,
+        lesson.refusal,
+        lesson.SETUP,
+        lesson.DDP,
+        LISTENERS,
+        lesson.LEAVE,
+    )
     saved = lesson.launch(lesson.script(lesson.IMPORTS, settings, *parts), 3, 300)
     assert capsys.readouterr().out.splitlines() == [f"rank {rank}: all_reduce gives [3.0, inf]" for rank in range(3)]
     assert saved[0]["two devices"].startswith("device_ids can only")
