@@ -181,7 +181,7 @@ def measure(device: torch.device, repeats: int) -> list[Result]:
         pair("lesson 10's loop / the same loop bare", *lesson_loop(device), 1.02, 10 * repeats),
         pair("flight recorder / bare step", watched, step, 1.05, 5 * repeats),
         pair("ledger / bare step", recorded(step), step),
-        pair("import amp_utils / import torch", importing("torch, amp_utils"), importing("torch"), 1.1, 7),
+        pair("import amp_utils / import torch", importing("torch, amp_utils"), importing("torch"), 1.1),
     ]
     if swept := sweep_and_loop():
         results.append(pair("sweep with 2 jobs / papermill loop", *swept, 0.666, min(3, repeats), warmup=0))
