@@ -135,7 +135,7 @@ def executing(*command: str) -> Run:
     def run() -> None:
         with TemporaryDirectory() as out:
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            subprocess.run([sys.executable, *command, out], check=True, cwd=Path(__file__).parent.parent, **quiet)
+            subprocess.run([sys.executable, *command, out], check=True, cwd=ROOT, **quiet)
 
     return run
 

@@ -144,10 +144,8 @@ def rows(claims: list[Claim], measured: Mapping[str, Any]) -> list[list[str]]:
         elif c.verdict == "not true":
             verdict += f": {c.truth}"
         wrong = c.contradiction(measured.get(c.id))
-        published, here = (
-            ("our bar: " if c.ours else "") + words[c.compare] + shown(c.published),
-            shown(measured.get(c.id, "–")),
-        )
+        published = ("our bar: " if c.ours else "") + words[c.compare] + shown(c.published)
+        here = shown(measured.get(c.id, "–"))
         table.append([c.lesson, c.claim, c.source, published, here, f"CONTRADICTED: {wrong}" if wrong else verdict])
     return table
 

@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat import v4
+from processes import ended, wait_for_number
 
 from amp_utils import lesson, run
 
@@ -155,7 +155,7 @@ def test_values_are_read_as_numbers_where_they_are_numbers():
 def test_an_interrupted_run_leaves_nothing_behind(course, save, number):
     before = {path.name: path.read_bytes() for path in (course / "notebooks").iterdir()}
     process = start(course, "05", *save)
-    kernel = wait_for_kernel(course / "kernel.pid")
+    kernel = wait_for_number(course / "kernel.pid")
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, "")
@@ -167,7 +167,7 @@ def test_an_interrupted_run_leaves_nothing_behind(course, save, number):
 
 def test_a_killed_run_leaves_nothing_that_looks_finished(course):
     process = start(course, "05")
-    kernel = wait_for_kernel(course / "kernel.pid")
+    kernel = wait_for_number(course / "kernel.pid")
     process.kill()
     process.communicate(timeout=30)
     assert left(course) == [".05_waiting.partial.ipynb"]
@@ -212,24 +212,3 @@ def test_recorded_results_survive_both_ways(course):
     assert call(course, "1")[0] == call(course, "1", "--save")[0] == 0
     for copy in (course / "runs" / "01_good.ipynb", path):
         assert lesson.recorded(json.loads(copy.read_text())) == {"loss": 0.5}
-
-
-def wait_for_kernel(note: Path) -> int:
-    """Process id that the waiting lesson has written down."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if note.exists() and note.read_text():
-            return int(note.read_text())
-        time.sleep(0.1)
-    raise AssertionError("the lesson did not start within a minute")
-
-
-def ended(process_id: int) -> bool:
-    """Whether a process has ended within a few seconds."""
-    for _ in range(50):
-        try:
-            os.kill(process_id, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.1)
-    return False

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from nbformat import v4
+from processes import ended, wait_for, wait_for_number
 
 from amp_utils import grid, report, sweep
 
@@ -269,29 +270,6 @@ def wait_for_scheduler(about: Path, workers: int) -> str:
     with Client(scheduler_file=str(about), set_as_default=False, timeout=30) as client:
         wait_for(lambda: len(client.nthreads()) == workers)
         return client.scheduler.address
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true within a minute"
-        time.sleep(0.1)
-
-
-def wait_for_number(path: Path) -> int:
-    wait_for(lambda: path.exists() and path.read_text())
-    return int(path.read_text())
-
-
-def ended(process_id: int) -> bool:
-    """Whether a process has ended within a few seconds."""
-    for _ in range(50):
-        try:
-            os.kill(process_id, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.1)
-    return False
 
 
 # --- the report
