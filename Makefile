@@ -27,13 +27,13 @@ lab: ready  ## open the course in JupyterLab (PORT=8888, BROWSER=no: just print 
 	  $(if $(filter 0,$(shell id -u)),--allow-root)
 
 run: ready  ## run lessons into runs/ (NB=12: one lesson, P="-p precision bf16 -p steps 100": its parameters)
-	@$(BIN)/python -m amp_utils.run $(NB) $(P)
+	@$(BIN)/python -m amp_utils.course run $(NB) $(P)
 
 sweep: ready  ## run a lesson for all combinations of values (NB=12 P="--set precision=fp32,bf16 --set width=64,128")
-	@$(BIN)/python -m amp_utils.sweep $(NB) $(P)
+	@$(BIN)/python -m amp_utils.course sweep $(NB) $(P)
 
 save: ready  ## run lessons on the CPU and keep their outputs in notebooks/ (NB=12: one lesson)
-	@$(BIN)/python -m amp_utils.run --save $(NB)
+	@$(BIN)/python -m amp_utils.course run --save $(NB)
 
 test: ready  ## check everything: units, promises, then every notebook against its saved outputs
 	@status=0; \
@@ -43,20 +43,20 @@ test: ready  ## check everything: units, promises, then every notebook against i
 
 validate: ready  ## check only the notebooks against their saved outputs (THREADS=2: with two threads)
 	$(ON_CPU) OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) \
-	  --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks
+	  --nbval --nbval-sanitize-with tests/support/nbval_sanitize.cfg notebooks
 
 claims: ready  ## measure every claim of the sources again, and write the ledger: notebooks/claims.md and .html
-	@$(BIN)/python -m amp_utils.claims $(P)
+	@$(BIN)/python -m amp_utils.course claims $(P)
 
 handout: ready  ## build what a class gets into build/handout: notebooks without and with solutions, offline pages
-	@$(BIN)/python -m amp_utils.handout
+	@$(BIN)/python -m amp_utils.course handout
 
 slides: ready  ## open a lesson as a presentation, without a network (NB=06; BROWSER=no: just print where it is)
-	@$(if $(filter yes no,$(BROWSER)),env -u BROWSER) $(BIN)/python -m amp_utils.slides $(NB) \
+	@$(if $(filter yes no,$(BROWSER)),env -u BROWSER) $(BIN)/python -m amp_utils.course slides $(NB) \
 	  $(if $(filter no,$(BROWSER)),--no-browser)
 
 bench: ready  ## measure speed-ups and the cost of the instruments, as ratios (P="--device cuda")
-	@$(BIN)/python -m amp_utils.bench $(P)
+	@$(BIN)/python -m amp_utils.course bench $(P)
 
 lint: ready  ## check code and notebooks with ruff
 	$(BIN)/ruff check .
@@ -72,4 +72,4 @@ clean:  ## remove the environment and all that was made
 
 ready:
 	@command -v "$(PYTHON)" >/dev/null || { echo "PYTHON = '$(PYTHON)' was not found: give a Python 3.11 or newer, for example make lab PYTHON=python3.12." >&2; exit 1; }
-	@"$(PYTHON)" -I amp_utils/bootstrap.py $(if $(filter lab,$(MAKECMDGOALS)),$(if $(PORT),--port "$(PORT)"))
+	@"$(PYTHON)" -I amp_utils/course/bootstrap.py $(if $(filter lab,$(MAKECMDGOALS)),$(if $(PORT),--port "$(PORT)"))

@@ -23,7 +23,9 @@ def choose_device(device: str | torch.device = "auto") -> torch.device:
     name = device.type if isinstance(device, torch.device) else device
     if name not in there:
         reason = "is not on this machine" if name in ("cuda", "mps") else "is not allowed"
-        raise ParameterError(f"device = {name!r} {reason}: give one of {', '.join(map(repr, there))}.")
+        raise ParameterError(
+            f"device = {name!r} {reason}: give one of {', '.join(map(repr, there))}."
+        )
     if name == "auto":
         name = "cuda" if "cuda" in there else "cpu"
     if name == "mps":
@@ -55,14 +57,22 @@ def report(device: torch.device) -> list[Capability]:
         Capability(
             device.type == "cuda",
             "CUDA GPU",
-            describe(device) if device.type == "cuda" else "none in use; every lesson runs on the CPU",
+            describe(device)
+            if device.type == "cuda"
+            else "none in use; every lesson runs on the CPU",
         ),
-        Capability(True, "CPU", f"{describe(torch.device('cpu'))}, {torch.get_num_threads()} threads"),
+        Capability(
+            True, "CPU", f"{describe(torch.device('cpu'))}, {torch.get_num_threads()} threads"
+        ),
     ]
     baseline = matmul_seconds(torch.float32, device)
     for dtype in (torch.bfloat16, torch.float16):
         ratio = baseline / matmul_seconds(dtype, device)
-        verdict = f"{ratio:.1f} × the speed of float32" if ratio >= 0.1 else "runs, but far slower than float32"
+        verdict = (
+            f"{ratio:.1f} × the speed of float32"
+            if ratio >= 0.1
+            else "runs, but far slower than float32"
+        )
         lines.append(Capability(ratio > 1.1, f"fast {dtype} matmul".replace("torch.", ""), verdict))
     return [*lines, _float8(device)]
 
@@ -87,12 +97,18 @@ def describe(device: torch.device) -> str:
         properties = torch.cuda.get_device_properties(device)
         memory = properties.total_memory / 2**30
         return f"{properties.name}, compute capability {properties.major}.{properties.minor}, {memory:.0f} GiB"
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {_instructions()}"
+    return (
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {_instructions()}"
+    )
 
 
-def matmul_seconds(dtype: torch.dtype, device: torch.device, size: int = 256, repeats: int = 5) -> float:
+def matmul_seconds(
+    dtype: torch.dtype, device: torch.device, size: int = 256, repeats: int = 5
+) -> float:
     """Median seconds of a (size, size) matrix product in `dtype`."""
-    size = size if device.type == "cpu" else 4096  # a small product would measure the launch, not the GPU
+    size = (
+        size if device.type == "cpu" else 4096
+    )  # a small product would measure the launch, not the GPU
     a = torch.ones(size, size, dtype=dtype, device=device)
     seconds = []
     for _ in range(repeats + 1):
@@ -105,5 +121,9 @@ def matmul_seconds(dtype: torch.dtype, device: torch.device, size: int = 256, re
 def _instructions() -> str:
     """The instruction sets that matter for 16-bit arithmetic, where torch can tell."""
     flags = getattr(torch.cpu, "get_capabilities", dict)()
-    names = [name for name in ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16") if flags.get(name)]
+    names = [
+        name
+        for name in ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+        if flags.get(name)
+    ]
     return " ".join(names) or torch.backends.cpu.get_cpu_capability().lower()

@@ -68,7 +68,9 @@ class Format:
         """Cut a bit pattern into the integers (sign, exponent, mantissa); ValueError if it is too wide."""
         if not 0 <= bits < 1 << self.bits:
             top = (1 << self.bits) - 1
-            raise ValueError(f"bits = {bits} is no {self.name} pattern: give an int from 0 to {top}.")
+            raise ValueError(
+                f"bits = {bits} is no {self.name} pattern: give an int from 0 to {top}."
+            )
         return (
             bits >> (self.bits - 1),
             bits >> self.mantissa_bits & self._exponent_ones,
@@ -84,7 +86,9 @@ class Format:
         else:
             # Exponent field 0 has no hidden one, and shares the power of two of exponent field 1.
             hidden_one = (exponent > 0) << self.mantissa_bits
-            value = math.ldexp(hidden_one + mantissa, max(exponent, 1) - self.bias - self.mantissa_bits)
+            value = math.ldexp(
+                hidden_one + mantissa, max(exponent, 1) - self.bias - self.mantissa_bits
+            )
         return -value if sign else value
 
     def encode(self, value: float) -> int:
@@ -182,4 +186,6 @@ def of(key: str | torch.dtype | Format) -> Format:
         if key == format.name or (key == format.dtype and key is not None):
             return format
     names = ", ".join(repr(name) for name in FORMATS)
-    raise ValueError(f"format = {key!r} is not known: give one of {names}, or the torch dtype of one.")
+    raise ValueError(
+        f"format = {key!r} is not known: give one of {names}, or the torch dtype of one."
+    )

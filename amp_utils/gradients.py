@@ -11,7 +11,9 @@ from amp_utils import formats
 Source = nn.Module | Tensor | Iterable[Tensor]
 
 
-def lost(source: Source, fmt: str | torch.dtype | formats.Format = "fp16", scale: float = 1.0) -> float:
+def lost(
+    source: Source, fmt: str | torch.dtype | formats.Format = "fp16", scale: float = 1.0
+) -> float:
     """Share of the non-zero values that become zero when multiplied by `scale` and rounded to the format.
 
     `source`: a module (its parameters' gradients), a tensor or tensors of any floating dtype. Zeros are not counted:
@@ -23,13 +25,17 @@ def lost(source: Source, fmt: str | torch.dtype | formats.Format = "fp16", scale
     return _share(_rounded(values, fmt, scale) == 0)
 
 
-def overflowed(source: Source, fmt: str | torch.dtype | formats.Format = "fp16", scale: float = 1.0) -> float:
+def overflowed(
+    source: Source, fmt: str | torch.dtype | formats.Format = "fp16", scale: float = 1.0
+) -> float:
     """Share of the finite values that exceed the format's largest one when multiplied by `scale` and rounded."""
     values = _values(source)
     values = values[torch.isfinite(values)]
     fmt = formats.of(fmt)
     unbounded = values.abs() * scale > fmt.max
-    return _share(unbounded & (_rounded(values, fmt, scale).isinf() | torch.tensor(fmt.finite_only)))
+    return _share(
+        unbounded & (_rounded(values, fmt, scale).isinf() | torch.tensor(fmt.finite_only))
+    )
 
 
 def histogram(source: Source) -> dict[int, int]:

@@ -31,7 +31,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 Policy = Literal["lower_precision", "fp32", "promote", "passthrough", "banned", "unavailable"]
 
-_SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_SHORT = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
 # Neither these nor views calculate anything.
 _IDLE = {"clone", "_unsafe_view", "empty_like", "new_empty", "_local_scalar_dense", "device"}
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
@@ -83,13 +88,18 @@ def table(rows: list[Row]) -> str:
 
     lines = [("op", "inputs", "ran in", "output", "casts inserted")]
     for row in rows:
-        inputs, casts = count([_short(d) for d in row.inputs]), count([short_cast(c) for c in row.casts])
+        inputs, casts = (
+            count([_short(d) for d in row.inputs]),
+            count([short_cast(c) for c in row.casts]),
+        )
         lines.append((row.op, inputs, _short(row.ran_in), _short(row.output), casts))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def policy(op: Callable, *args: Any, device: str = "cpu", dtype: torch.dtype | None = None, **kwargs: Any) -> Policy:
+def policy(
+    op: Callable, *args: Any, device: str = "cpu", dtype: torch.dtype | None = None, **kwargs: Any
+) -> Policy:
     """What autocast does with ``op(*args, **kwargs)``, found by running it with and without autocast.
 
     `args` hold small tensors, anywhere in them; their floating dtypes do not matter, since the op runs on
@@ -113,7 +123,9 @@ def policy(op: Callable, *args: Any, device: str = "cpu", dtype: torch.dtype | N
     if low not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype = {dtype} is not allowed: give torch.float16 or torch.bfloat16.")
     if not _floats((args, kwargs)):
-        raise ValueError("args hold no floating-point tensor: give one at least, or autocast has nothing to decide.")
+        raise ValueError(
+            "args hold no floating-point tensor: give one at least, or autocast has nothing to decide."
+        )
     fp32, call = torch.float32, functools.partial(_observe, op, args, kwargs, device, low)
 
     on = call((fp32,), autocast=True)
@@ -127,7 +139,9 @@ def policy(op: Callable, *args: Any, device: str = "cpu", dtype: torch.dtype | N
     on, off = call((low,), autocast=True), call((low,), autocast=False)
     if on.failed and not off.failed:
         return "unavailable"
-    if (fp32 in on.ran_in and fp32 not in off.ran_in) or (fp32 in on.output and fp32 not in off.output):
+    if (fp32 in on.ran_in and fp32 not in off.ran_in) or (
+        fp32 in on.output and fp32 not in off.output
+    ):
         return "fp32"
     on, off = call((low, fp32), autocast=True), call((low, fp32), autocast=False)
     if on.failed and not off.failed:
@@ -139,7 +153,9 @@ def policy(op: Callable, *args: Any, device: str = "cpu", dtype: torch.dtype | N
 class _State:
     casts: list[tuple[torch.dtype, torch.dtype]] = field(default_factory=list)
     ran_in: list[torch.dtype] = field(default_factory=list)
-    made: dict[int, Any] = field(default_factory=dict)  # kept by id, and alive, so that no id is used twice
+    made: dict[int, Any] = field(
+        default_factory=dict
+    )  # kept by id, and alive, so that no id is used twice
 
 
 class _Kernels(TorchDispatchMode):
@@ -211,7 +227,9 @@ def _inserted(arguments: Any, casts: list, output: torch.dtype | None) -> tuple[
     """Those of a call's casts that are autocast's, by name."""
     leaves = tree_leaves(arguments)
     devices = {leaf.device.type for leaf in leaves if _is_tensor(leaf)}
-    if not any(torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d) for d in devices):
+    if not any(
+        torch.amp.is_autocast_available(d) and torch.is_autocast_enabled(d) for d in devices
+    ):
         return ()
     if any(isinstance(leaf, torch.dtype) for leaf in leaves):
         return ()  # the caller's own wish, as in softmax(x, dtype=...)
@@ -228,7 +246,9 @@ def _below_its_check(func: Callable) -> Callable | None:
     goes on to the body, and there the mode, active again, sees the ops.
     """
     code = getattr(func, "__code__", None)
-    checks = [name for name in code.co_names if name.startswith("has_torch_function")] if code else []
+    checks = (
+        [name for name in code.co_names if name.startswith("has_torch_function")] if code else []
+    )
     if not checks:
         return None
     scope = {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}

@@ -36,7 +36,9 @@ def whole(low: int, high: int | None = None) -> Rule:
     return Rule(lambda value: _is_int(value) and low <= value <= top, f"a whole number {words}")
 
 
-def real(*, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf) -> Rule:
+def real(
+    *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
+) -> Rule:
     """A finite number within the given limits; whole numbers count as numbers."""
 
     def accepts(value: Any) -> bool:
@@ -113,7 +115,9 @@ def record(**results: str | int | float | bool | list | dict) -> None:
     from IPython.display import display
 
     json.dumps(results)  # refuse early, in the cell at fault
-    display({"text/plain": "recorded: " + ", ".join(results)}, raw=True, metadata={"amp_utils": results})
+    display(
+        {"text/plain": "recorded: " + ", ".join(results)}, raw=True, metadata={"amp_utils": results}
+    )
 
 
 def settle(**measured: str | int | float | bool | list) -> None:
@@ -127,7 +131,11 @@ def settle(**measured: str | int | float | bool | list) -> None:
 
     measured = {name: _finite_or_word(value) for name, value in measured.items()}
     json.dumps(measured)
-    display({"text/plain": "claim settled: " + ", ".join(measured)}, raw=True, metadata={"amp_utils_claims": measured})
+    display(
+        {"text/plain": "claim settled: " + ", ".join(measured)},
+        raw=True,
+        metadata={"amp_utils_claims": measured},
+    )
 
 
 def recorded(notebook: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,11 @@ class watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         result = func(*args, **(kwargs or {}))
         # What an op gets was made before the block, unless it was noted when it was made.
-        known = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        known = {
+            id(leaf.untyped_storage())
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        }
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) not in known:
                 self._note(leaf.untyped_storage())
@@ -59,6 +63,8 @@ def without_data() -> AbstractContextManager:
 
     torch's fake tensors, on the CPU; meant for `watch` and for dtypes. What asks for a value (`item`, `if`) raises.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, so only where it is needed
+    from torch._subclasses.fake_tensor import (
+        FakeTensorMode,
+    )  # slow to import, so only where it is needed
 
     return FakeTensorMode()

@@ -45,7 +45,9 @@ def pixel_painter(width: int) -> nn.Sequential:
     return _painter(width, nn.Linear, nn.BatchNorm1d)
 
 
-def _painter(width: int, affine: Callable[..., nn.Module], norm: Callable[..., nn.Module]) -> nn.Sequential:
+def _painter(
+    width: int, affine: Callable[..., nn.Module], norm: Callable[..., nn.Module]
+) -> nn.Sequential:
     layers: list[nn.Module] = []
     for inputs in (2, width, width):
         layers += [affine(inputs, width), norm(width), nn.ReLU()]
@@ -55,4 +57,6 @@ def _painter(width: int, affine: Callable[..., nn.Module], norm: Callable[..., n
 def copy_painter(source: nn.Module, target: nn.Module) -> None:
     """Copy parameters and running statistics between a `conv_painter` and a `pixel_painter` of the same width."""
     shapes = {name: value.shape for name, value in target.state_dict().items()}
-    target.load_state_dict({name: value.reshape(shapes[name]) for name, value in source.state_dict().items()})
+    target.load_state_dict(
+        {name: value.reshape(shapes[name]) for name, value in source.state_dict().items()}
+    )

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from amp_utils.formats import Format
 
-COLORS = {"fp32": "#000000", "bf16": "#0072B2", "fp16": "#D55E00", "tf32": "#009E73", "fp8": "#CC79A7"}
+COLORS = {
+    "fp32": "#000000",
+    "bf16": "#0072B2",
+    "fp16": "#D55E00",
+    "tf32": "#009E73",
+    "fp8": "#CC79A7",
+}
 CYCLE = ["#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00"]
 LINES = ["-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1))]
 STYLE = {
@@ -38,23 +44,42 @@ def show(figure: Figure, alt: str) -> None:
     png = io.BytesIO()
     figure.savefig(png, format="png", metadata={"Software": None})
     plt.close(figure)
-    data = {"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": f"[figure: {alt}]"}
+    data = {
+        "image/png": base64.b64encode(png.getvalue()).decode(),
+        "text/plain": f"[figure: {alt}]",
+    }
     display(data, raw=True, metadata={"image/png": {"alt": alt}})
 
 
 def curves(
-    series: Mapping[str, Sequence[float]], *, title: str, xlabel: str, ylabel: str, alt: str, log: bool = True
+    series: Mapping[str, Sequence[float]],
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    alt: str,
+    log: bool = True,
 ) -> None:
     """Lines over the step number, each labelled at its end; gaps where a value is not finite."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 3.2))
-        free = [color for color in CYCLE if color not in {COLORS.get(label.split()[0]) for label in series}]
+        free = [
+            color
+            for color in CYCLE
+            if color not in {COLORS.get(label.split()[0]) for label in series}
+        ]
         for i, (label, values) in enumerate(series.items()):
             wanted = COLORS.get(label.split()[0])
             taken = {line.get_color() for line in axes.lines}
             color = wanted if wanted and wanted not in taken else free.pop(0)
             values = [value if math.isfinite(value) else math.nan for value in values]
-            axes.plot(range(1, len(values) + 1), values, color=color, linestyle=LINES[i % len(LINES)], label=label)
+            axes.plot(
+                range(1, len(values) + 1),
+                values,
+                color=color,
+                linestyle=LINES[i % len(LINES)],
+                label=label,
+            )
         if log:
             axes.set_yscale("log")
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
@@ -62,7 +87,14 @@ def curves(
         show(figure, alt)
 
 
-def images(grid: Mapping[str, Mapping[str, Tensor]], *, title: str, alt: str, low: float = 0, high: float = 1) -> None:
+def images(
+    grid: Mapping[str, Mapping[str, Tensor]],
+    *,
+    title: str,
+    alt: str,
+    low: float = 0,
+    high: float = 1,
+) -> None:
     """Rows of pictures: {row label: {picture title: 2-D tensor}}; grey from `low` (black) to `high` (white)."""
     with plt.rc_context(STYLE):
         columns = max(len(row) for row in grid.values())
@@ -73,7 +105,9 @@ def images(grid: Mapping[str, Mapping[str, Tensor]], *, title: str, alt: str, lo
                 axis.set(xticks=[], yticks=[])
                 axis.spines[:].set_visible(False)
             for axis, (name, picture) in zip(line, row.items(), strict=False):
-                axis.imshow(picture.tolist(), cmap="gray", vmin=low, vmax=high, interpolation="nearest")
+                axis.imshow(
+                    picture.tolist(), cmap="gray", vmin=low, vmax=high, interpolation="nearest"
+                )
                 axis.set_title(name, fontweight="normal", fontsize=9, loc="center")
             line[0].set_ylabel(label, fontweight="bold")
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
@@ -81,7 +115,12 @@ def images(grid: Mapping[str, Mapping[str, Tensor]], *, title: str, alt: str, lo
 
 
 def exponent_histogram(
-    histograms: Mapping[str, Mapping[int, int]], floor: int, *, title: str, alt: str, limit: int | None = None
+    histograms: Mapping[str, Mapping[int, int]],
+    floor: int,
+    *,
+    title: str,
+    alt: str,
+    limit: int | None = None,
 ) -> None:
     """Counts by power of two, one panel a histogram; what lies below `floor` (a power of two) is hatched as lost.
 
@@ -108,7 +147,9 @@ def exponent_histogram(
             axis.set_ylabel("values")
             axis.text(0.01, 0.9, label, transform=axis.transAxes, va="top", fontweight="bold")
         axes[0, 0].set_title(title)
-        axes[-1, 0].set(xlabel="power of two of the magnitude", xlim=(min(exponents) - 1, max(exponents) + 2))
+        axes[-1, 0].set(
+            xlabel="power of two of the magnitude", xlim=(min(exponents) - 1, max(exponents) + 2)
+        )
         show(figure, alt)
 
 
@@ -124,9 +165,19 @@ def bit_fields(value: float, formats: Sequence[Format], *, alt: str) -> None:
             for i, bit in enumerate(format(bits, f"0{fmt.bits}b")):
                 color = colors[0 if i == 0 else 1 if i <= fmt.exponent_bits else 2]
                 axes.add_patch(plt.Rectangle((left + i, -row - 0.4), 0.92, 0.8, color=color))
-                axes.text(left + i + 0.46, -row, bit, ha="center", va="center", fontsize=8, family="monospace")
+                axes.text(
+                    left + i + 0.46,
+                    -row,
+                    bit,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    family="monospace",
+                )
             axes.text(-0.6, -row, fmt.name, ha="right", va="center", fontweight="bold")
-            axes.text(left + fmt.bits + 0.4, -row, f"= {fmt.decode(bits):.10g}", va="center", fontsize=9)
+            axes.text(
+                left + fmt.bits + 0.4, -row, f"= {fmt.decode(bits):.10g}", va="center", fontsize=9
+            )
         axes.set(xlim=(-5, 48), ylim=(-len(formats) + 0.3, 1.1), xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
         for x, name, color in ((0, "sign", 0), (4, "exponent", 1), (11, "mantissa", 2)):
@@ -139,9 +190,19 @@ def range_bars(formats: Sequence[Format], *, title: str, alt: str) -> None:
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 0.45 * len(formats) + 1.1))
         for row, fmt in enumerate(formats):
-            low, normal, high = (math.log2(v) for v in (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max))
+            low, normal, high = (
+                math.log2(v) for v in (fmt.smallest_subnormal, fmt.smallest_normal, fmt.max)
+            )
             axes.barh(-row, high - normal, left=normal, color="#0072B2", height=0.6)
-            axes.barh(-row, normal - low, left=low, color="#CFE3F1", edgecolor="#0072B2", hatch="///", height=0.6)
+            axes.barh(
+                -row,
+                normal - low,
+                left=low,
+                color="#CFE3F1",
+                edgecolor="#0072B2",
+                hatch="///",
+                height=0.6,
+            )
             axes.text(low - 2, -row, f"2^{low:.0f}", ha="right", va="center", fontsize=9)
             axes.text(high + 2, -row, f"{fmt.max:.4g}", ha="left", va="center", fontsize=9)
         axes.set_yticks([-row for row in range(len(formats))], [fmt.name for fmt in formats])
@@ -149,7 +210,9 @@ def range_bars(formats: Sequence[Format], *, title: str, alt: str) -> None:
         show(figure, alt)
 
 
-def spacing(formats: Sequence[Format], *, title: str, alt: str, low: int = -30, high: int = 20) -> None:
+def spacing(
+    formats: Sequence[Format], *, title: str, alt: str, low: int = -30, high: int = 20
+) -> None:
     """Distance to the next number against the number itself, both as powers of two, for several formats."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 3.4))
@@ -168,25 +231,45 @@ def dtype_strip(steps: Sequence[tuple[str, str, str, bool]], *, title: str, alt:
         figure, axes = plt.subplots(figsize=(7.6, 0.36 * len(steps) + 0.7))
         for row, (op, ran_in, output, cast) in enumerate(steps):
             color = COLORS.get(ran_in, "#666666")
-            axes.barh(-row, 3, left=2, color=color, height=0.72, hatch=None if ran_in == "fp32" else "..")
-            label = axes.text(3.5, -row, ran_in, color="white", ha="center", va="center", fontweight="bold")
+            axes.barh(
+                -row, 3, left=2, color=color, height=0.72, hatch=None if ran_in == "fp32" else ".."
+            )
+            label = axes.text(
+                3.5, -row, ran_in, color="white", ha="center", va="center", fontweight="bold"
+            )
             label.set_bbox({"color": color, "pad": 1})
             axes.text(1.9, -row, op, ha="right", va="center")
-            axes.text(5.1, -row, f"→ {output}" + ("   inputs cast" if cast else ""), ha="left", va="center")
+            axes.text(
+                5.1,
+                -row,
+                f"→ {output}" + ("   inputs cast" if cast else ""),
+                ha="left",
+                va="center",
+            )
         axes.set(title=title, xlim=(0, 8), ylim=(-len(steps) + 0.4, 0.7), xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
         show(figure, alt)
 
 
-def scale_history(scales: Sequence[float], skipped: Sequence[bool], *, title: str, alt: str) -> None:
+def scale_history(
+    scales: Sequence[float], skipped: Sequence[bool], *, title: str, alt: str
+) -> None:
     """The loss scale used at each step, on a power-of-two axis; skipped steps are marked with a cross."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(7, 2.8))
         steps = range(1, len(scales) + 1)
         axes.step(steps, scales, where="mid", color="#000000")
-        marks = [(step, scale) for step, scale, skip in zip(steps, scales, skipped, strict=True) if skip]
+        marks = [
+            (step, scale) for step, scale, skip in zip(steps, scales, skipped, strict=True) if skip
+        ]
         if marks:
-            axes.plot(*zip(*marks, strict=True), "X", color="#D55E00", markersize=9, label="skipped: inf or NaN")
+            axes.plot(
+                *zip(*marks, strict=True),
+                "X",
+                color="#D55E00",
+                markersize=9,
+                label="skipped: inf or NaN",
+            )
             axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
         if any(scale > 0 for scale in scales):
             axes.set_yscale("log", base=2)
@@ -195,7 +278,12 @@ def scale_history(scales: Sequence[float], skipped: Sequence[bool], *, title: st
 
 
 def stacked_bars(
-    bars: Mapping[str, Mapping[str, float]], marks: Mapping[str, float], *, title: str, xlabel: str, alt: str
+    bars: Mapping[str, Mapping[str, float]],
+    marks: Mapping[str, float],
+    *,
+    title: str,
+    xlabel: str,
+    alt: str,
 ) -> None:
     """One horizontal bar a row, made of the same parts in the same order; `marks` draws a line across a row's bar."""
     hatches = ["", "///", "...", "xxx"]

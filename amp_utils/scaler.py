@@ -36,7 +36,10 @@ class LossScaler:
         enabled: bool = True,
     ) -> None:
         if enabled and device == "cuda" and not torch.cuda.is_available():
-            warnings.warn("LossScaler found no CUDA GPU and is disabled; for the CPU give device='cpu'.", stacklevel=2)
+            warnings.warn(
+                "LossScaler found no CUDA GPU and is disabled; for the CPU give device='cpu'.",
+                stacklevel=2,
+            )
             enabled = False
         if enabled and growth_factor <= 1.0:
             raise AssertionError("The growth factor must be > 1.0.")
@@ -56,7 +59,9 @@ class LossScaler:
             return outputs
         if isinstance(outputs, Tensor):
             if self._scale is None:
-                self._scale = torch.tensor(self._init_scale, dtype=torch.float32, device=outputs.device)
+                self._scale = torch.tensor(
+                    self._init_scale, dtype=torch.float32, device=outputs.device
+                )
             return outputs * self._scale.to(outputs.device)
         if isinstance(outputs, Iterable):
             scaled = map(self.scale, outputs)
@@ -76,8 +81,12 @@ class LossScaler:
         if id(optimizer) in self._stepped:
             raise RuntimeError("unscale_() is being called after step().")
         if id(optimizer) in self._found_inf:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
+        parameters = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters]
         if any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError("Attempting to unscale FP16 gradients.")
@@ -119,7 +128,11 @@ class LossScaler:
         if isinstance(new_scale, float):
             self._scale.fill_(new_scale)
         elif new_scale is not None:
-            if new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad:
+            if (
+                new_scale.device.type != self._device
+                or new_scale.numel() != 1
+                or new_scale.requires_grad
+            ):
                 kinds = "a float or a 1-element torch.cuda.FloatTensor or torch.FloatTensor with requires_grad=False."
                 raise AssertionError(f"new_scale should be {kinds}")
             self._scale.copy_(new_scale)
@@ -132,7 +145,9 @@ class LossScaler:
     def _adapt(self, found_inf: bool) -> None:
         self._growth_tracker = 0 if found_inf else self._growth_tracker + 1
         if found_inf:
-            self._scale.copy_(self._scale.double() * self._backoff_factor)  # rounds once, as it copies to float32
+            self._scale.copy_(
+                self._scale.double() * self._backoff_factor
+            )  # rounds once, as it copies to float32
         elif self._growth_tracker == self._growth_interval:
             grown = (self._scale.double() * self._growth_factor).float()
             self._scale.copy_(torch.where(grown.isfinite(), grown, self._scale))
@@ -255,7 +270,9 @@ class FlightRecorder:
         after = self.scaler.state_dict()
         ran = self._ran.values()
         # A scaler keeps the finding of an optimizer that was unscaled and never stepped to itself: ask the scale.
-        found_inf = False in ran or (None in ran and new_scale is None and _backed_off(before, after))
+        found_inf = False in ran or (
+            None in ran and new_scale is None and _backed_off(before, after)
+        )
         skipped = len(ran) - sum(map(bool, ran))
         tracker = after.get("_growth_tracker", 0)
         self.rows.append(Row(len(self.rows) + 1, float(scale), found_inf, skipped, tracker))

@@ -28,10 +28,18 @@ def format_anatomy(axes: Axes) -> None:
         colors = [color for count, color in fields for _ in range(count)]
         left = 8 - fmt.exponent_bits  # the ends of the exponents stand in one line
         for i, color in enumerate(colors):
-            axes.add_patch(plt.Rectangle((left + i, -row), 0.9, 0.62, facecolor=color, edgecolor="#555555", lw=0.6))
-        axes.text(-0.8, 0.3 - row, fmt.name, ha="right", va="center", fontweight="bold", fontsize=12)
+            axes.add_patch(
+                plt.Rectangle(
+                    (left + i, -row), 0.9, 0.62, facecolor=color, edgecolor="#555555", lw=0.6
+                )
+            )
+        axes.text(
+            -0.8, 0.3 - row, fmt.name, ha="right", va="center", fontweight="bold", fontsize=12
+        )
         axes.text(34, 0.3 - row, f"$2^{{{log2(fmt.eps):.0f}}}$", va="center", fontsize=12)
-        axes.text(38.2, 0.3 - row, f"$2^{{{log2(fmt.smallest_normal):.0f}}}$", va="center", fontsize=12)
+        axes.text(
+            38.2, 0.3 - row, f"$2^{{{log2(fmt.smallest_normal):.0f}}}$", va="center", fontsize=12
+        )
         axes.text(43.2, 0.3 - row, _short(fmt.max), va="center", fontsize=11)
     for x, words in ((34, "ulp at 1"), (38.2, "smallest\nnormal"), (43.2, "largest")):
         axes.text(x, 0.95, words, fontsize=10, va="bottom", color="#333333")
@@ -62,14 +70,21 @@ def amp_step(axes: Axes) -> None:
     }
     for x, y, words, color in boxes.values():
         edge = COLORS["fp16"] if color == LOW else "#000000"
-        shape = FancyBboxPatch((x, y), 1.9, 0.9, boxstyle="round,pad=0.06", facecolor=color, edgecolor=edge, lw=1.6)
+        shape = FancyBboxPatch(
+            (x, y), 1.9, 0.9, boxstyle="round,pad=0.06", facecolor=color, edgecolor=edge, lw=1.6
+        )
         axes.add_patch(shape)
         axes.text(x + 0.95, y + 0.45, words, ha="center", va="center", fontsize=11)
     right = [((x, 4.05), (x + 0.86, 4.05)) for x in (2.3, 5.2, 8.1)]
     left = [((x, 2.35), (x - 0.86, 2.35)) for x in (8.9, 6.0, 3.1)]
     turns = [((9.95, 3.5), (9.95, 2.92)), ((1.25, 2.9), (1.25, 3.48))]
     for begin, end in right + left + turns:
-        axes.annotate("", xy=end, xytext=begin, arrowprops={"arrowstyle": "-|>", "lw": 1.8, "color": "#333333"})
+        axes.annotate(
+            "",
+            xy=end,
+            xytext=begin,
+            arrowprops={"arrowstyle": "-|>", "lw": 1.8, "color": "#333333"},
+        )
     notes = [
         (2.7, 4.62, "center", "bottom", "autocast\ncasts"),
         (8.5, 4.62, "center", "bottom", "autocast casts\nback for the loss"),
@@ -77,7 +92,13 @@ def amp_step(axes: Axes) -> None:
         (8.5, 1.72, "center", "top", ".backward()"),
         (5.6, 1.72, "center", "top", "cast to the weights'\nown dtype"),
         (2.7, 1.72, "center", "top", "scaler.unscale_(): divide,\nlook for inf and NaN"),
-        (1.45, 3.2, "left", "center", "scaler.step(): not after an inf or NaN. Then scaler.update(): the next scale"),
+        (
+            1.45,
+            3.2,
+            "left",
+            "center",
+            "scaler.step(): not after an inf or NaN. Then scaler.update(): the next scale",
+        ),
     ]
     for x, y, ha, va, words in notes:
         axes.text(x, y, words, ha=ha, va=va, fontsize=10, color="#333333")
@@ -90,7 +111,14 @@ def loss_scaling(axes: Axes) -> None:
     hill = np.exp(-(((exponents + 29) / 4.5) ** 2))
     for left, right, color in ((-24, -14, "#CFE3F1"), (-14, 16, "#9CC7E3")):
         axes.add_patch(plt.Rectangle((left, -0.2), right - left, 2, color=color, lw=0))
-    axes.fill_between(exponents, hill, where=exponents <= -24.95, facecolor=LOW, hatch="///", edgecolor=COLORS["fp16"])
+    axes.fill_between(
+        exponents,
+        hill,
+        where=exponents <= -24.95,
+        facecolor=LOW,
+        hatch="///",
+        edgecolor=COLORS["fp16"],
+    )
     axes.plot(exponents, hill, color=COLORS["fp16"], linestyle="--")
     axes.plot(exponents + 16, hill, color="#000000")
     axes.annotate("", xy=(-13.4, 1.1), xytext=(-29, 1.1), arrowprops={"arrowstyle": "-|>", "lw": 2})

@@ -46,12 +46,28 @@ def draw(variables: dict) -> None:
             losses = runs[name][0][1]
             axes.plot(losses, color=color, linestyle=line, linewidth=2.4)
             if name == "fp16 unscaled":
-                axes.text(len(losses), 1.25 * losses[-1], label, color=color, ha="right", fontweight="bold")
+                axes.text(
+                    len(losses),
+                    1.25 * losses[-1],
+                    label,
+                    color=color,
+                    ha="right",
+                    fontweight="bold",
+                )
         axes.text(5, 0.02, "float32, bf16, and\nfp16 with a scaled loss", fontweight="bold")
-        axes.set(yscale="log", xlabel="training step", ylabel="error (share of variance)", ylim=(0.008, 3))
+        axes.set(
+            yscale="log",
+            xlabel="training step",
+            ylabel="error (share of variance)",
+            ylim=(0.008, 3),
+        )
         pictures = {"target": target / unit}
         with torch.no_grad():
-            pictures |= {label: runs[name][0][0](xy) for name, (label, _, _) in SETTINGS.items() if name != "bf16"}
+            pictures |= {
+                label: runs[name][0][0](xy)
+                for name, (label, _, _) in SETTINGS.items()
+                if name != "bf16"
+            }
         for axis, (label, picture) in zip(right.subplots(2, 2).flat, pictures.items(), strict=True):
             axis.imshow(picture.reshape(32, 32).tolist(), cmap="viridis", vmin=-1, vmax=1)
             axis.set(xticks=[], yticks=[])

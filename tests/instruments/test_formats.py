@@ -1,0 +1,284 @@
+"""amp_utils.formats says of every format what torch, gfloat and bit tricks say of it."""
+
+import math
+
+import gfloat
+import pytest
+import torch
+from gfloat import formats as gf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amp_utils import formats
+from amp_utils.formats import BF16, E4M3FN, E5M2, FORMATS, FP16, FP32, FP64, TF32
+
+GFLOAT = {
+    FP64: gf.format_info_binary64,
+    FP32: gf.format_info_binary32,
+    FP16: gf.format_info_binary16,
+    BF16: gf.format_info_bfloat16,
+    E4M3FN: gf.format_info_ocp_e4m3,
+    E5M2: gf.format_info_ocp_e5m2,
+}
+NARROW = [FP16, BF16, E4M3FN, E5M2]
+BITS_DTYPE = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+
+every = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+with_dtype = pytest.mark.parametrize(
+    "format", [f for f in FORMATS.values() if f.dtype], ids=lambda f: f.name
+)
+narrow = pytest.mark.parametrize("format", NARROW, ids=lambda f: f.name)
+in_its_own_time = settings(deadline=None)  # the machine may be busy
+any_format = st.sampled_from(list(FORMATS.values()))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal to the last bit, the sign of zero included; any NaN equals any NaN."""
+    assert a.dtype == b.dtype and a.shape == b.shape
+    nan = a.isnan()
+    as_int = BITS_DTYPE[8 * a.dtype.itemsize]
+    return torch.equal(nan, b.isnan()) and torch.equal(a.view(as_int)[~nan], b.view(as_int)[~nan])
+
+
+def all_values(format) -> torch.Tensor:
+    """torch's own reading, in float64, of all bit patterns of a narrow format, in order."""
+    patterns = torch.arange(1 << format.bits, dtype=torch.int32)
+    return patterns.to(BITS_DTYPE[format.bits]).view(format.dtype).to(torch.float64)
+
+
+def awkward_floats(format) -> torch.Tensor:
+    """float32 numbers at which rounding to a narrow format can go wrong."""
+    values = all_values(format).to(torch.float32)
+    values = values[values.isfinite()].unique()
+    ties = (values[1:].double() + values[:-1].double()).div(2).float()
+    largest = torch.tensor(
+        [format.max, format.max + format.ulp(format.max) / 2], dtype=torch.float64
+    ).float()
+    points = torch.cat([values, ties, largest, -largest])
+    around = [points, *(points.nextafter(torch.tensor(end)) for end in (math.inf, -math.inf))]
+    generator = torch.Generator().manual_seed(0)
+    random_bits = torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32)
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-45, 3.4e38])
+    return torch.cat([*around, random_bits.view(torch.float32), special])
+
+
+# ---- against torch
+
+
+@narrow
+def test_every_bit_pattern_has_the_value_that_torch_gives_it(format):
+    ours = torch.tensor(
+        [format.decode(bits) for bits in range(1 << format.bits)], dtype=torch.float64
+    )
+    assert same_bits(ours, all_values(format))
+
+
+@narrow
+def test_every_value_has_the_bit_pattern_that_torch_gives_it(format):
+    for bits, value in enumerate(all_values(format).tolist()):
+        encoded = format.encode(value)
+        assert math.isnan(format.decode(encoded)) if math.isnan(value) else encoded == bits
+
+
+@narrow
+def test_rounding_agrees_with_torch(format):
+    x = awkward_floats(format)
+    expected = x.to(format.dtype).to(torch.float32)
+    assert same_bits(format.round(x), expected)
+    few = torch.cat([x[:: x.numel() // 2000], x[-8:]])
+    expected = few.to(format.dtype).double().tolist()
+    for value, rounded in zip(few.tolist(), expected, strict=True):
+        assert format.decode(format.encode(value)) == rounded or math.isnan(rounded)
+
+
+def test_float32_rounding_agrees_with_torch():
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**63), 2**63 - 1, (100_000,), generator=generator)
+    x = torch.cat(
+        [bits.view(torch.float64), torch.randn(100_000, generator=generator, dtype=torch.float64)]
+    )
+    x = torch.cat(
+        [x, x * 1e-40, torch.tensor([FP32.max, 3.4028235677973366e38, 1e39, 7e-46, -0.0])]
+    )
+    assert same_bits(FP32.round(x), x.float().double())
+    assert same_bits(FP64.round(x), x)
+
+
+@with_dtype
+def test_limits_are_those_of_finfo(format):
+    info = torch.finfo(format.dtype)
+    assert (format.bits, format.max) == (info.bits, info.max)
+    assert (format.smallest_normal, format.eps) == (info.smallest_normal, info.eps)
+    assert format.decode(1) == format.smallest_subnormal == format.ulp(0.0)
+    if format not in (E4M3FN, E5M2):  # torch has no nextafter for fp8
+        next_to_zero = torch.nextafter(
+            torch.zeros((), dtype=format.dtype), torch.ones((), dtype=format.dtype)
+        )
+        assert format.smallest_subnormal == next_to_zero.item()
+
+
+@pytest.mark.parametrize("dtype", [f.dtype for f in FORMATS.values() if f.dtype])
+@every
+def test_rounding_keeps_dtype_and_shape_and_leaves_its_argument_alone(format, dtype):
+    x = torch.linspace(-3, 3, 24).reshape(2, 3, 4).to(dtype)
+    before = x.clone()
+    rounded = format.round(x)
+    assert rounded.dtype == dtype and rounded.shape == x.shape and rounded is not x
+    assert torch.equal(x.double(), before.double())
+    assert torch.equal(format.round(rounded).double(), rounded.double())
+
+
+def test_rounding_takes_parameters_views_and_scalars():
+    assert not FP16.round(torch.nn.Parameter(torch.ones(2))).requires_grad
+    x = torch.rand(4, 6)
+    assert torch.equal(FP16.round(x.T[1:]), x.half().float().T[1:])
+    assert FP16.round(torch.tensor(1.0001)).item() == 1.0
+    assert FP16.round(torch.empty(0)).numel() == 0
+
+
+# ---- tf32, which torch has no dtype for
+
+
+def test_tf32_is_float32_with_13_bits_rounded_away():
+    x = awkward_floats(BF16)
+    x = torch.cat([x, x * (1 + 2**-11), x * (1 + 3 * 2**-11)])
+    bits = x.view(torch.int32)
+    nearest_even = (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF
+    expected = torch.where(x.isfinite(), nearest_even.view(torch.float32), x)
+    assert same_bits(TF32.round(x), expected)
+
+
+def test_a_tf32_pattern_is_the_upper_19_bits_of_float32():
+    for value in (1.0, -1.5, 2.0**-136, TF32.max, math.inf, -0.0, 1 + 2**-10):
+        assert TF32.encode(value) == FP32.encode(value) >> 13
+        assert TF32.decode(TF32.encode(value)) == value
+    assert (TF32.bits, TF32.eps, TF32.smallest_normal) == (19, FP16.eps, FP32.smallest_normal)
+
+
+# ---- against gfloat, for float64 numbers too
+
+
+@in_its_own_time
+@given(st.sampled_from(list(GFLOAT)), st.data())
+def test_decoding_agrees_with_gfloat(format, data):
+    bits = data.draw(st.integers(0, (1 << format.bits) - 1))
+    ours, theirs = format.decode(bits), float(gfloat.decode_float(GFLOAT[format], bits).fval)
+    assert math.isnan(ours) and math.isnan(theirs) or (ours, str(ours)) == (theirs, str(theirs))
+
+
+@in_its_own_time
+@given(st.sampled_from(list(GFLOAT)), st.floats(allow_nan=False))
+def test_encoding_and_rounding_agree_with_gfloat(format, value):
+    rounded = gfloat.round_float(GFLOAT[format], value, sat=format.finite_only)
+    ours = format.decode(format.encode(value))
+    assert (ours, str(ours)) == (rounded, str(rounded))
+    assert format.encode(value) == gfloat.encode_float(GFLOAT[format], rounded)
+    assert format.round(torch.tensor(value, dtype=torch.float64)).item() == rounded
+
+
+# ---- properties
+
+
+@in_its_own_time
+@given(any_format, st.floats(allow_nan=False))
+def test_tensor_and_scalar_rounding_are_one(format, value):
+    ours = format.round(torch.tensor([value], dtype=torch.float64)).item()
+    theirs = format.decode(format.encode(value))
+    assert (ours, str(ours)) == (theirs, str(theirs))
+
+
+@in_its_own_time
+@given(any_format, st.data())
+def test_decode_then_encode_is_the_identity(format, data):
+    bits = data.draw(st.integers(0, (1 << format.bits) - 1))
+    value = format.decode(bits)
+    assert format.encode(value) == bits or math.isnan(value)
+    sign, exponent, mantissa = format.fields(bits)
+    assert (sign << format.exponent_bits | exponent) << format.mantissa_bits | mantissa == bits
+
+
+@in_its_own_time
+@given(any_format, st.data())
+def test_ulp_leads_to_the_next_bit_pattern(format, data):
+    bits = data.draw(st.integers(0, format.encode(format.max) - 1))
+    value = format.decode(bits)
+    assert value + format.ulp(value) == format.decode(bits + 1)
+    assert format.ulp(-value) == format.ulp(value)
+
+
+@in_its_own_time
+@given(any_format, st.floats(allow_nan=False, allow_infinity=False))
+def test_rounding_errs_by_half_an_ulp_at_most(format, value):
+    if abs(value) <= format.max:
+        assert abs(format.decode(format.encode(value)) - value) <= format.ulp(value) / 2
+
+
+@in_its_own_time
+@given(any_format, st.floats(allow_nan=False), st.floats(allow_nan=False))
+def test_rounding_keeps_the_order(format, a, b):
+    low, high = sorted([a, b])
+    assert format.decode(format.encode(low)) <= format.decode(format.encode(high))
+
+
+def test_fp64_is_what_python_calculates_with():
+    for value in (0.1, 5e-324, 1.7976931348623157e308, 2.2250738585072014e-308, math.inf):
+        assert FP64.decode(FP64.encode(value)) == value
+        assert FP64.ulp(value) == math.ulp(value)
+
+
+# ---- what the lessons say
+
+
+def test_facts_of_the_course():
+    assert (FP16.max, FP16.smallest_normal, FP16.smallest_subnormal) == (
+        65504.0,
+        2.0**-14,
+        2.0**-24,
+    )
+    assert FP16.decode(FP16.encode(1 + 2**-11)) == 1.0 > FP16.decode(FP16.encode(1 - 2**-11))
+    assert (
+        FP16.encode(65519.99) == FP16.encode(65504.0)
+        and FP16.decode(FP16.encode(65520.0)) == math.inf
+    )
+    assert (
+        FP16.fields(0b1_10000_1000000000) == (1, 16, 512)
+        and FP16.decode(0b1_10000_1000000000) == -3.0
+    )
+    assert (
+        E4M3FN.max
+        == 448.0
+        == E4M3FN.decode(E4M3FN.encode(math.inf))
+        == E4M3FN.decode(E4M3FN.encode(1e9))
+    )
+    assert E4M3FN.decode(E4M3FN.encode(-math.inf)) == -448.0
+    assert (
+        math.isnan(E4M3FN.decode(0x7F))
+        and math.isnan(E4M3FN.decode(0xFF))
+        and E4M3FN.encode(math.nan) == 0x7F
+    )
+    assert E5M2.max == 57344.0 and E5M2.decode(E5M2.encode(61440.0)) == math.inf
+    assert FP16.ulp(2048.0) == 2.0 and FP16.ulp(2047.0) == 1.0 and FP16.ulp(70000.0) == math.inf
+    assert math.isnan(FP16.ulp(math.nan)) and FP16.ulp(math.inf) == math.inf
+
+
+@pytest.mark.parametrize("key", ["fp16", torch.float16, FP16])
+def test_a_format_is_found_by_name_dtype_or_itself(key):
+    assert formats.of(key) is FP16
+
+
+def test_bad_input_gets_one_sentence():
+    for key in ("fp12", torch.int32, None, 16):
+        with pytest.raises(
+            ValueError, match=r"^format = .* is not known: give one of 'fp64', .*\.$"
+        ):
+            formats.of(key)
+    with pytest.raises(
+        ValueError, match="bits = 256 is no e5m2 pattern: give an int from 0 to 255"
+    ):
+        E5M2.decode(256)
+    with pytest.raises(ValueError, match="bits = -1"):
+        FP16.fields(-1)
+    with pytest.raises(
+        TypeError, match="tensor has dtype torch.int64: give a floating-point tensor"
+    ):
+        FP16.round(torch.arange(3))

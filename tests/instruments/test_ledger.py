@@ -1,0 +1,512 @@
+"""amp_utils.ledger tells what autocast really does: torch's own lists and unwatched runs are the oracles."""
+
+import importlib
+import sys
+import threading
+import types
+import unittest
+from collections import Counter
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_map
+
+from amp_utils import ledger
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
+
+
+# ---- policy: torch's own lists of what autocast treats how
+
+
+def torch_lists():
+    """torch's lists, without the test machinery that they import: that would freeze torch.backends."""
+    name = "torch.testing._internal.common_utils"
+    machinery = types.SimpleNamespace(TEST_WITH_ROCM=False, TestCase=unittest.TestCase)
+    with mock.patch.dict(sys.modules, {name: machinery}):
+        lists = importlib.import_module("torch.testing._internal.autocast_test_lists")
+    return {"cpu": lists.AutocastCPUTestLists("cpu"), "cuda": lists.AutocastTestLists("cpu")}
+
+
+LISTED = {
+    "cpu": {
+        "torch_16": "lower_precision",
+        "nn_16": "lower_precision",
+        "torch_fp32": "fp32",
+        "nn_fp32": "fp32",
+        "torch_need_autocast_promote": "promote",
+        "torch_expect_builtin_promote": "passthrough",  # the op itself promotes, autocast does nothing
+        "methods_expect_builtin_promote": "passthrough",
+    },
+    "cuda": {
+        "torch_fp16": "lower_precision",
+        "nn_fp16": "lower_precision",
+        "linalg_fp16": "lower_precision",
+        "methods_fp16": "lower_precision",
+        "torch_fp32": "fp32",
+        "nn_fp32": "fp32",
+        "methods_fp32": "fp32",
+        "torch_need_autocast_promote": "promote",
+        "torch_expect_builtin_promote": "passthrough",
+        "methods_expect_builtin_promote": "passthrough",
+        "banned": "banned",
+    },
+}
+MODULES = {"nn": torch._C._nn, "banned": torch._C._nn, "linalg": torch._C._linalg, "torch": torch}
+
+# What a CPU build of torch cannot run on fake CUDA tensors, and why. It may shrink, it must not grow.
+UNAVAILABLE = {
+    "cpu": set(),
+    "cuda": {
+        "torch.cudnn_convolution",  # asks the CUDA runtime for the device
+        "torch.cudnn_convolution_transpose",
+        "torch.gru_cell",  # its fused kernel does so too; lstm_cell's does not
+        "torch.grid_sampler",  # asks whether cuDNN would take it
+        "torch.equal",  # its result is a Python bool, which depends on data that fake tensors do not have
+        "Tensor.equal",
+    },
+}
+
+
+def listed_ops(device, lists):
+    """(name, callable, args, kwargs, documented policy) per op: function and method, where it is both."""
+    for list_name, documented in LISTED[device].items():
+        for name, args, *rest in getattr(lists, list_name):
+            kwargs = next((extra for extra in rest if isinstance(extra, dict)), {})
+            if name == "einsum":
+                # A slip in torch's CUDA list: the equation stands where the arguments belong, and torch's own
+                # test then takes the matrices for a truthy "skip" flag. The policy holds all the same.
+                assert isinstance(args, str)
+                args = args, torch.randn(2, 2, 2, 2), torch.randn(2, 2, 2, 2)
+            module = MODULES.get(list_name.split("_")[0])
+            found = (
+                [(f"torch.{name}", getattr(module, name))]
+                if module and hasattr(module, name)
+                else []
+            )
+            found += (
+                [(f"Tensor.{name}", getattr(torch.Tensor, name))]
+                if hasattr(torch.Tensor, name)
+                else []
+            )
+            assert found, f"{name} is neither in {module} nor a method"
+            for label, op in found:
+                yield label, op, args, kwargs, documented
+
+
+def test_no_list_of_torch_is_forgotten():
+    for device, lists in torch_lists().items():
+        assert {name for name, value in vars(lists).items() if isinstance(value, list)} == set(
+            LISTED[device]
+        )
+
+
+@LOW
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.filterwarnings("ignore:.*(chain_matmul|cross).*deprecated")
+def test_every_listed_op_has_the_policy_that_torch_documents(device, low, capfd):
+    got = Counter()
+    unavailable, wrong = set(), []
+    for name, op, args, kwargs, documented in listed_ops(device, torch_lists()[device]):
+        policy = ledger.policy(op, *args, device=device, dtype=low, **kwargs)
+        got[policy] += 1
+        if policy == "unavailable":
+            unavailable.add(name)
+        elif policy != documented:
+            wrong.append(f"{name}: documented {documented}, found {policy}")
+    assert not wrong, "\n".join(wrong)
+    assert unavailable <= UNAVAILABLE[device]
+    assert sum(got.values()) == {"cpu": 72, "cuda": 182}[device] and got["unavailable"] <= len(
+        UNAVAILABLE[device]
+    )
+    assert capfd.readouterr().err == "", (
+        "an op that fails must not leave its traceback in a learner's notebook"
+    )
+    with capfd.disabled():
+        print(f"\n{device} {low}: {dict(got)}, not available here: {sorted(unavailable)}")
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "cpu", "cuda"),
+    [
+        (F.linear, (torch.rand(2, 4), torch.rand(3, 4)), "lower_precision", "lower_precision"),
+        (F.softmax, (torch.rand(2, 4), 1), "passthrough", "fp32"),
+        (torch.exp, (torch.rand(4),), "passthrough", "fp32"),
+        (torch.sum, (torch.rand(4),), "passthrough", "fp32"),
+        (torch.cumsum, (torch.rand(4), 0), "passthrough", "fp32"),
+        (torch.pow, (torch.rand(4), 2), "passthrough", "fp32"),
+        (torch.norm, (torch.rand(4),), "passthrough", "fp32"),
+        (F.layer_norm, (torch.rand(2, 4), (4,)), "passthrough", "fp32"),
+        (F.mse_loss, (torch.rand(4), torch.rand(4)), "fp32", "fp32"),
+        (F.cross_entropy, (torch.rand(2, 4), torch.tensor([0, 1])), "fp32", "fp32"),
+        (F.binary_cross_entropy, (torch.rand(4), torch.rand(4)), "fp32", "banned"),
+        (torch.mean, (torch.rand(4),), "passthrough", "passthrough"),
+        (F.gelu, (torch.rand(4),), "passthrough", "passthrough"),
+        (F.dropout, (torch.rand(4),), "passthrough", "passthrough"),
+        (torch.add, (torch.rand(4), torch.rand(4)), "passthrough", "passthrough"),
+        (torch.stack, ([torch.rand(4), torch.rand(4)],), "promote", "passthrough"),
+        (torch.dot, (torch.rand(4), torch.rand(4)), "passthrough", "promote"),
+        (
+            F.scaled_dot_product_attention,
+            (torch.rand(1, 2, 4, 8),) * 3,
+            "lower_precision",
+            "lower_precision",
+        ),
+        (torch.relu_, (torch.rand(4),), "passthrough", "passthrough"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_policies_that_the_lessons_name(op, args, cpu, cuda):
+    assert (ledger.policy(op, *args), ledger.policy(op, *args, device="cuda")) == (cpu, cuda)
+
+
+def test_a_dtype_that_the_caller_asks_for_is_not_autocasts_doing():
+    assert ledger.policy(partial(torch.sum, dtype=FP32), torch.rand(4)) == "passthrough"
+    assert (
+        ledger.policy(partial(F.softmax, dtype=FP32), torch.rand(4), 0, device="cuda")
+        == "passthrough"
+    )
+
+
+def test_what_cannot_run_is_unavailable():
+    def broken(x):
+        raise RuntimeError("no kernel")
+
+    assert (
+        ledger.policy(broken, torch.rand(2))
+        == ledger.policy(broken, torch.rand(2), device="cuda")
+        == "unavailable"
+    )
+    assert (
+        ledger.policy(nn.Linear(4, 4), torch.rand(2, 4), device="cuda") == "unavailable"
+    )  # its weights are real
+
+
+def everything_that_policy_touches():
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return (
+        [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
+        nesting,
+        torch.is_autocast_cache_enabled(),
+        torch.is_grad_enabled(),
+        torch.get_rng_state().tolist(),
+        _get_current_function_mode_stack(),
+        _get_current_dispatch_mode(),
+        torch._subclasses.fake_tensor.log.disabled,
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_policy_leaves_everything_as_it_was(device):
+    def raises(x):
+        F.dropout(x)
+        raise KeyboardInterrupt
+
+    x = torch.rand(4, requires_grad=True)
+    before, values = everything_that_policy_touches(), x.tolist()
+    ledger.policy(F.dropout, x, device=device)
+    ledger.policy(torch.Tensor.mul_, x, 3.0, device=device)
+    ledger.policy(torch.gru_cell, x, device=device)  # fails: arguments are missing
+    with pytest.raises(KeyboardInterrupt):
+        ledger.policy(raises, x, device=device)
+    assert everything_that_policy_touches() == before
+    assert x.tolist() == values and x.requires_grad and x.grad is None
+
+
+def test_policy_inside_a_region_leaves_the_region_and_its_weight_cache_alone():
+    layer, x = nn.Linear(4, 4), torch.rand(2, 4)
+    with torch.autocast("cpu", dtype=FP16):
+        layer(x)
+        before = everything_that_policy_touches()
+        assert ledger.policy(torch.mm, x.T, x, device="cuda", dtype=BF16) == "lower_precision"
+        assert ledger.policy(torch.sum, x, device="cpu", dtype=BF16) == "passthrough"
+        assert everything_that_policy_touches() == before
+        with ledger.record() as rows:
+            layer(x)
+    assert rows[0].casts == ("float32→float16",) and rows[0].output == FP16
+
+
+def test_bad_input_gets_one_sentence():
+    with pytest.raises(
+        ValueError, match=r"^device = 'tpu' is not allowed: give 'cpu' or 'cuda'\.$"
+    ):
+        ledger.policy(torch.exp, torch.rand(2), device="tpu")
+    with pytest.raises(
+        ValueError,
+        match=r"^dtype = torch.float64 is not allowed: give torch.float16 or torch.bfloat16",
+    ):
+        ledger.policy(torch.exp, torch.rand(2), dtype=torch.float64)
+    with pytest.raises(ValueError, match="args hold no floating-point tensor"):
+        ledger.policy(torch.exp, torch.arange(3))
+
+
+# ---- record: a row per op
+
+
+def recorded(function, low=BF16):
+    with ledger.record() as rows:
+        with torch.autocast("cpu", dtype=low):
+            function()
+    return rows
+
+
+def ops(rows):
+    return [row.op for row in rows]
+
+
+@LOW
+def test_a_network_op_by_op(low):
+    to_low = f"float32→{ledger._name(low)}"
+    to_fp32 = f"{ledger._name(low)}→float32"
+    net = nn.Sequential(
+        nn.Conv2d(1, 2, 3),
+        nn.BatchNorm2d(2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+    x, target = torch.rand(2, 1, 6, 6), torch.tensor([0, 1])
+    assert recorded(lambda: F.cross_entropy(net(x), target), low) == [
+        ledger.Row("conv2d", (FP32,) * 3, low, low, (to_low,) * 3),
+        ledger.Row("batch_norm", (low, *[FP32] * 4), low, low, ()),
+        ledger.Row("relu", (low,), low, low, ()),
+        ledger.Row("max_pool2d", (low,), low, low, ()),
+        ledger.Row("dropout", (low,), low, low, ()),
+        ledger.Row("linear", (low, FP32, FP32), low, low, (to_low,) * 2),
+        ledger.Row("cross_entropy", (low,), FP32, FP32, (to_fp32,)),
+    ]
+
+
+def test_adding_promotes_by_itself_and_multiplying_matrices_is_cast():
+    x = torch.rand(3, 3)
+    low = x.bfloat16()
+    assert recorded(lambda: (low + x, low @ x, torch.stack([low, x]))) == [
+        ledger.Row("add", (BF16, FP32), FP32, FP32, ()),
+        ledger.Row("matmul", (BF16, FP32), BF16, BF16, ("float32→bfloat16",)),
+        ledger.Row("stack", (BF16, FP32), FP32, FP32, ("bfloat16→float32",)),
+    ]
+
+
+def test_a_weight_is_cast_once_in_a_region():
+    layer, x = nn.Linear(4, 4, bias=False), torch.rand(2, 4)
+    first, second = recorded(lambda: (layer(x), layer(x)))
+    assert (len(first.casts), len(second.casts)) == (2, 1)
+    assert first.inputs == second.inputs == (FP32, FP32)
+
+
+def test_a_conversion_by_the_user_is_a_row_and_no_inserted_cast():
+    low = torch.rand(3).bfloat16()
+    rows = recorded(
+        lambda: (
+            low.float(),
+            low.to(FP16),
+            low.to(torch.rand(1)),
+            low.double(),
+            F.softmax(low, 0, dtype=FP32),
+        )
+    )
+    assert [(row.op, row.ran_in, row.output) for row in rows] == [
+        ("float", FP32, FP32),
+        ("to", FP16, FP16),
+        ("to", FP32, FP32),
+        ("double", torch.float64, torch.float64),
+        ("softmax", FP32, FP32),
+    ]
+    assert all(row.casts == () and row.inputs[0] == BF16 for row in rows)
+
+
+def test_outside_a_region_nothing_is_cast():
+    layer, x = nn.Linear(4, 4), torch.rand(2, 4)
+    rows = recorded(lambda: [layer(x), torch.autocast("cpu", enabled=False)(layer)(x)])
+    assert [row.ran_in for row in rows] == [BF16, FP32] and rows[1].casts == ()
+    with ledger.record() as rows:
+        layer(x)
+        F.softmax(x.half(), 0, dtype=FP32)
+    assert [row.casts for row in rows] == [(), (), ()]
+
+
+def test_looking_viewing_and_integers_have_no_row():
+    x, target = torch.rand(2, 3), torch.tensor([1, 0])
+
+    def look():
+        x.shape, x.dtype, x.T, x.grad, x.size(), x.dim(), x[0], x.view(3, 2), x.is_floating_point()  # noqa: B018
+        (
+            x.T.reshape(6),
+            x.contiguous(),
+            x.clone(),
+            x.detach(),
+            x.expand(2, 2, 3),
+            x.tolist(),
+            x[0, 0].item(),
+        )
+        torch.zeros(3), target + 1, target.float(), x.float()
+        F.dropout(x, training=False)
+
+    assert recorded(look) == []
+
+
+def test_operators_in_place_and_composed():
+    x = torch.rand(2, 2)
+
+    def run():
+        y = x @ x
+        y += 1
+        y.mul_(2)
+        1 - y
+        y > 0  # noqa: B015
+        torch.einsum("ij,jk->ik", x, x)
+        F.normalize(y)
+        F.relu(y, inplace=True)
+        y.argmax()
+
+    rows = recorded(run)
+    assert ops(rows) == "matmul add_ mul_ rsub gt einsum norm clamp_min div relu argmax".split()
+    assert {row.ran_in for row in rows} == {BF16}
+    assert [row.output for row in rows if row.op in ("gt", "argmax")] == [torch.bool, torch.int64]
+
+
+def test_attention_and_recurrent_layers():
+    x = torch.rand(2, 3, 8)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    assert (
+        ops(recorded(lambda: attention(x, x, x)))
+        == "linear mul bmm softmax bmm linear mean".split()
+    )
+    rows = recorded(lambda: attention(x, x, x, need_weights=False))
+    assert ops(rows) == ["linear", "scaled_dot_product_attention", "linear"]
+    assert [row.inputs for row in rows] == [(FP32,) * 3, (BF16,) * 3, (BF16, FP32, FP32)]
+    row = recorded(lambda: nn.LSTM(8, 4)(x))[-1]
+    assert (row.op, row.ran_in, set(row.casts)) == ("lstm", BF16, {"float32→bfloat16"})
+
+
+def test_attention_without_a_fused_kernel_widens_by_itself():
+    q = torch.rand(1, 2, 4, 8, dtype=BF16)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        (row,) = recorded(lambda: F.scaled_dot_product_attention(q, q, q))
+    assert (row.ran_in, row.output, row.casts) == (FP32, BF16, ())
+
+
+def test_the_backward_pass_is_not_recorded_and_unharmed():
+    layer, x = nn.Linear(4, 4), torch.rand(2, 4)
+    rows = recorded(lambda: layer(x).float().square().mean().backward())
+    assert ops(rows) == ["linear", "float", "square", "mean"]
+    grad, layer.weight.grad = layer.weight.grad, None
+    with torch.autocast("cpu", dtype=BF16):
+        loss = layer(x).float().square().mean()
+    loss.backward()
+    assert torch.equal(grad, layer.weight.grad)
+
+
+def test_inside_a_custom_autograd_function():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            return 2 * x * grad
+
+    x = torch.rand(3, requires_grad=True)
+    assert ops(recorded(lambda: Square.apply(x).sum().backward())) == ["mul", "sum"]
+    assert torch.allclose(x.grad, 2 * x)
+
+
+def test_an_exception_keeps_the_rows_so_far_and_pops_the_modes():
+    layer = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError, match="shapes"):
+        with ledger.record() as rows:
+            F.mse_loss(layer(torch.rand(2, 4)), torch.rand(2, 4))
+            F.normalize(torch.rand(2, 4) @ torch.rand(3, 3))
+    assert ops(rows) == ["linear", "mse_loss"]
+    assert _get_current_function_mode_stack() == [] and _get_current_dispatch_mode() is None
+
+
+def test_ledgers_nest():
+    x = torch.rand(2)
+    with ledger.record() as outer:
+        torch.exp(x)
+        with ledger.record() as inner:
+            torch.sin(x)
+    assert ops(inner) == ["sin"] and ops(outer) == ["exp", "sin"]
+
+
+def test_a_ledger_sees_its_own_thread_only():
+    x, seen_inside = torch.rand(2), []
+
+    def work():
+        torch.sin(x)
+        with ledger.record() as rows:
+            torch.cos(x)
+        seen_inside.extend(ops(rows))
+
+    with ledger.record() as rows:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        torch.exp(x)
+    assert ops(rows) == ["exp"] and seen_inside == ["cos"]
+
+
+@LOW
+def test_recording_changes_no_result(low):
+    def results(op, args, kwargs, watched):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype=low):
+            if not watched:
+                return op(*args, **kwargs)
+            with ledger.record():
+                return op(*args, **kwargs)
+
+    def to_low(leaf):
+        return leaf.to(low) if isinstance(leaf, torch.Tensor) and leaf.dtype == BF16 else leaf
+
+    listed = [
+        (name, op, tree_map(to_low, args), kwargs)
+        for name, op, args, kwargs, _ in listed_ops("cpu", torch_lists()["cpu"])
+    ]
+    torch.manual_seed(0)
+    x = torch.rand(2, 3, 8)
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    layers = [
+        ("encoder", encoder, (x,), {}),
+        ("lstm", nn.LSTM(8, 4), (x,), {}),
+        ("gru", nn.GRU(8, 4), (x,), {}),
+    ]
+    if low == FP16:
+        layers = layers[
+            :1
+        ]  # a CPU without fp16 instructions has no fp16 kernel for recurrent layers
+    for name, op, args, kwargs in listed + layers:
+        alone, seen = results(op, args, kwargs, False), results(op, args, kwargs, True)
+        torch.testing.assert_close(seen, alone, rtol=0, atol=0, msg=name)
+
+
+# ---- table
+
+
+def test_the_table_is_plain_aligned_text():
+    rows = [
+        ledger.Row("linear", (BF16, FP32, FP32), BF16, BF16, ("float32→bfloat16",) * 2),
+        ledger.Row("equal", (FP16, torch.float64), torch.float64, None, ()),
+        ledger.Row("argmax", (FP16,), FP16, torch.int64, ()),
+    ]
+    assert ledger.table(rows).split("\n") == [
+        "op      inputs         ran in  output  casts inserted",
+        "linear  bf16, 2× fp32  bf16    bf16    2× fp32→bf16",
+        "equal   fp16, fp64     fp64    –       –",
+        "argmax  fp16           fp16    int64   –",
+    ]
+    assert ledger.table([]) == "op  inputs  ran in  output  casts inserted"

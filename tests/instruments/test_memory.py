@@ -1,0 +1,73 @@
+"""`memory.watch` counts what tensors really hold: each storage once, from its making to its end."""
+
+import pytest
+import torch
+from torch import nn
+
+from amp_utils import memory
+
+
+def test_live_and_peak_of_a_known_history():
+    with memory.watch() as watched:
+        a = torch.zeros(1000)
+        b = a + 1
+        del a
+        c = b.half()
+    assert watched.live == b.nbytes + c.nbytes == 6000
+    assert watched.peak == 8000
+    del b, c
+    assert watched.live == 0
+
+
+def test_views_and_in_place_work_hold_nothing():
+    with memory.watch() as watched:
+        a = torch.zeros(10, 10)
+        views = [a.view(100), a.T, a[2:5], a.detach(), a.add_(1), a.expand(5, 10, 10)]
+        assert watched.live == 400
+        del a
+        assert watched.live == 400, "a view keeps the storage"
+        del views
+    assert watched.live == 0
+
+
+def test_what_was_there_before_is_not_counted():
+    before = torch.zeros(1000)
+    with memory.watch() as watched:
+        before.mul_(2)
+        view = before.view(10, 100)
+    assert watched.live == watched.peak == 0 and view.numel() == 1000
+
+
+def test_the_peak_can_be_forgotten():
+    with memory.watch() as watched:
+        a = torch.zeros(1000)
+        del a
+        watched.reset_peak()
+        b = torch.zeros(10)
+    assert watched.peak == b.nbytes == 40
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "without data"])
+def test_a_training_step_of_a_linear_layer(fake):
+    from contextlib import nullcontext
+
+    with memory.without_data() if fake else nullcontext(), memory.watch() as watched:
+        net = nn.Linear(8, 16, bias=False)
+        x = torch.randn(4, 8)
+        assert watched.live == 4 * (8 * 16 + 4 * 8)
+        y = net(x)
+        y.sum().backward()
+        del y
+        assert watched.live == 4 * (2 * 8 * 16 + 4 * 8), "weights, their gradient and the input"
+
+
+def test_autocast_keeps_a_cast_of_the_weight_until_backward():
+    net, x = nn.Linear(64, 64, bias=False), torch.randn(1, 64, requires_grad=True)
+    with memory.watch() as watched:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(x)
+        assert watched.live == 2 * (64 * 64 + 64 + 64), (
+            "the cast weight, the cast input, the output"
+        )
+        del y
+    assert watched.live == 0

@@ -1,0 +1,99 @@
+"""Figures draw the data they are given; nbval does not compare pictures, so the data is checked here."""
+
+import math
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+from amp_utils import plots
+from amp_utils.formats import BF16, FP16, FP32
+
+matplotlib.use("Agg")
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Collects (figure, alt) instead of displaying."""
+    figures = []
+    monkeypatch.setattr(plots, "show", lambda figure, alt: figures.append((figure, alt)))
+    yield figures
+    plt.close("all")
+
+
+def test_a_shown_figure_carries_its_description_and_is_closed(monkeypatch):
+    shown = []
+    monkeypatch.setattr(
+        "IPython.display.display", lambda data, raw, metadata: shown.append((data, metadata))
+    )
+    plots.curves({"fp32": [1.0, 0.5]}, title="t", xlabel="x", ylabel="y", alt="a falling line")
+    ((data, metadata),) = shown
+    assert data["text/plain"] == "[figure: a falling line]"
+    assert metadata["image/png"]["alt"] == "a falling line"
+    assert data["image/png"].startswith("iVBOR")  # the PNG signature in base64
+    assert not plt.get_fignums()
+
+
+def test_curves_hold_the_values_and_leave_gaps_for_infinities(drawn):
+    plots.curves(
+        {"fp32": [1.0, 0.5], "fp16": [math.inf, 0.25]}, title="t", xlabel="x", ylabel="y", alt="a"
+    )
+    lines = drawn[0][0].axes[0].lines
+    assert list(lines[0].get_ydata()) == [1.0, 0.5]
+    assert math.isnan(lines[1].get_ydata()[0]) and lines[1].get_ydata()[1] == 0.25
+    assert lines[0].get_linestyle() != lines[1].get_linestyle(), (
+        "to be told apart in black and white"
+    )
+
+
+def test_images_show_each_picture_under_its_name(drawn):
+    picture = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    plots.images(
+        {"fp32": {"one": picture, "two": 1 - picture}, "fp16": {"one": picture}}, title="t", alt="a"
+    )
+    titles = [axes.get_title(loc="center") for axes in drawn[0][0].axes]
+    assert titles == ["one", "two", "one", ""]
+    assert (drawn[0][0].axes[1].images[0].get_array() == (1 - picture).numpy()).all()
+
+
+def test_the_histogram_has_a_bar_a_power_and_marks_the_lost_ones(drawn):
+    plots.exponent_histogram({"g": {-26: 3, -20: 5}}, floor=-25, limit=-14, title="t", alt="a")
+    lost, kept = drawn[0][0].axes[0].patches
+    assert (lost.get_height(), kept.get_height()) == (3, 5)
+    assert lost.get_hatch() and not kept.get_hatch()
+
+
+def test_bit_fields_write_every_bit(drawn):
+    plots.bit_fields(1.5, [FP16, BF16], alt="a")
+    written = "".join(t.get_text() for t in drawn[0][0].axes[0].texts if t.get_text() in "01")
+    assert written == f"{FP16.encode(1.5):016b}{BF16.encode(1.5):016b}"
+
+
+def test_range_bars_end_at_the_largest_value(drawn):
+    plots.range_bars([FP16, FP32], title="t", alt="a")
+    normal, subnormal = drawn[0][0].axes[0].patches[:2]
+    assert normal.get_x() + normal.get_width() == pytest.approx(math.log2(65504))
+    assert subnormal.get_x() == -24
+
+
+def test_spacing_is_the_ulp(drawn):
+    plots.spacing([FP16], title="t", alt="a", low=-2, high=2)
+    line = drawn[0][0].axes[0].lines[0]
+    for exponent, step in zip(line.get_xdata(), line.get_ydata(), strict=True):
+        assert step == math.floor(exponent) - 10
+
+
+def test_the_strip_names_each_op_and_its_dtype(drawn):
+    plots.dtype_strip(
+        [("linear", "bf16", "bf16", True), ("mse_loss", "fp32", "fp32", False)], title="t", alt="a"
+    )
+    texts = [t.get_text() for t in drawn[0][0].axes[0].texts]
+    assert "linear" in texts and "fp32" in texts and any("cast" in t for t in texts)
+
+
+def test_the_scale_history_marks_skipped_steps(drawn):
+    plots.scale_history([4.0, 4.0, 2.0], [False, True, False], title="t", alt="a")
+    line, marks = drawn[0][0].axes[0].lines
+    assert list(line.get_ydata()) == [4.0, 4.0, 2.0]
+    assert list(marks.get_xdata()) == [2]

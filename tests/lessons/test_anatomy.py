@@ -1,0 +1,235 @@
+"""Every lesson keeps every rule of the anatomy, and every rule has a small bad notebook that breaks it."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from support import anatomy
+
+from amp_utils.course import notebook, outline
+
+ROOT = Path(__file__).parents[2]
+LESSONS = notebook.lessons(ROOT / "notebooks")
+
+CARD = """# 1 · A good lesson
+*One sentence that says why.*
+
+| | |
+| --- | --- |
+| **You will learn** | 1. one<br>2. two<br>3. three |
+| **You need** | nothing |
+| **Minutes** | 10 |
+| **Runs on** | CPU, 1 s. |"""
+EXERCISE = "### Exercise {} · A title (●○○, 5 min)\nDo it."
+HINT = "<details><summary>Hint</summary>\n\nThink.\n</details>"
+ANSWER = "<details><summary>Answer</summary>\n\nTwo.\n</details>"
+RECAP = "## Recap\n1. **One**: `1`.\n2. **Two**: `2`.\n3. **Three**: `3`."
+STUB, SOLUTION = "def f():\n    raise NotImplementedError", "def f():\n    return 1\n\n\ncheck_f()"
+
+
+def text(source, *tags):
+    return new_markdown_cell(source, metadata={"tags": list(tags)})
+
+
+def code(source, printed="", *tags, **metadata):
+    outputs = [new_output("stream", name="stdout", text=printed)] if printed else []
+    return new_code_cell(source, outputs=outputs, metadata={"tags": list(tags), **metadata})
+
+
+def exercise(number):
+    return [
+        text(EXERCISE.format(number), "exercise-text"),
+        code(STUB, "", "exercise"),
+        code(
+            "@lesson.check\ndef check_f():\n    assert f() == 1", "✎ not attempted yet\n", "check"
+        ),
+        text(HINT, "hint"),
+        code(SOLUTION, "✓ correct\n", "solution", jupyter={"source_hidden": True}),
+    ]
+
+
+@pytest.fixture
+def good(tmp_path):
+    """A notebook without a fault, and the path it would have."""
+    path = tmp_path / "notebooks" / "01_float_formats.ipynb"
+    (tmp_path / "imgs").mkdir()
+    (tmp_path / "imgs" / "here.svg").touch()
+    path.parent.mkdir()
+    cells = [
+        text(CARD),
+        code(
+            'device: str = "auto"  # where to run\nsteps: int = 3  # how many steps',
+            "",
+            "parameters",
+        ),
+        code(
+            "lesson.validate(globals(), steps=lesson.whole(1, 9))\ndevice = choose_device(device)"
+        ),
+        text("Begin. " + "word " * 900),
+        text("**Predict.** What is 1 + 1?", "predict"),
+        code("print(1 + 1)", "2\n"),
+        text(ANSWER),
+        text("**Predict.** And 2 + 2?", "predict"),
+        code("print(2 + 2)", "4\n"),
+        text(ANSWER),
+        text(
+            "![a picture that is described](../imgs/here.svg) and [a link](01_float_formats.ipynb)"
+        ),
+        *exercise(1),
+        *exercise(2),
+        text(RECAP),
+        text("", "navigation"),
+    ]
+    for count, cell in enumerate((cell for cell in cells if cell.cell_type == "code"), 1):
+        cell.execution_count = count
+    notebook = new_notebook(
+        cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    )
+    for name in (notebook.START, path.stem):  # the navigation links to the first lesson
+        nbformat.write(notebook, path.with_stem(name))
+    notebook.cells[-1].source = outline.navigation(path)
+    return notebook, path
+
+
+def replace(index, old, new):
+    """A fault: `old` in a cell's source becomes `new`."""
+
+    def break_it(nb):
+        assert old in nb.cells[index].source
+        nb.cells[index].source = nb.cells[index].source.replace(old, new)
+
+    return break_it
+
+
+def output(index, new):
+    def break_it(nb):
+        nb.cells[index].outputs = [new] if new else []
+
+    return break_it
+
+
+def say(words):
+    return replace(3, "Begin.", words)
+
+
+ERROR = new_output("error", ename="ValueError", evalue="no", traceback=[])
+STDERR = new_output("stream", name="stderr", text="UserWarning: careful")
+FIGURE = new_output("display_data", data={"image/png": "iVBOR"})
+FAULTS = {
+    "card_is_complete": [
+        replace(0, "| **Minutes** | 10 |\n", ""),
+        replace(0, "*One sentence that says why.*", ""),
+        replace(0, "Minutes** | 10", "Minutes** | ten"),
+    ],
+    "parameters_come_first_typed_and_explained": [
+        replace(1, "  # how many steps", ""),
+        replace(1, ": int", ""),
+        lambda nb: nb.cells[1].metadata.update(tags=[]),
+        lambda nb: nb.cells[1].update(source=""),
+    ],
+    "parameters_are_validated_next": [
+        replace(2, "steps=lesson.whole(1, 9)", ""),
+        replace(2, "choose_device(device)", "device"),
+    ],
+    "predictions_are_asked_and_answered": [
+        replace(9, "Answer", "Reply"),
+        replace(4, "**Predict.**", "Guess:"),
+        lambda nb: nb.cells[4].metadata.update(tags=[]),
+    ],
+    "exercises_have_their_shape": [
+        lambda nb: nb.cells[15].metadata.pop("jupyter"),
+        replace(11, "(●○○, 5 min)", ""),
+        replace(12, "raise NotImplementedError", "return 1"),
+        output(13, new_output("stream", text="✓ correct\n")),
+        output(15, new_output("stream", text="✗ not yet\n")),
+        lambda nb: nb.cells[13].metadata.update(tags=[]),
+    ],
+    "recap_answers_every_objective": [
+        replace(21, "\n3. **Three**: `3`.", ""),
+        replace(21, "`3`", "three"),
+    ],
+    "navigation_is_up_to_date": [replace(22, "Contents", "Index")],
+    "pictures_have_alt_text_and_are_local": [
+        replace(10, "a picture that is described", ""),
+        replace(10, "../imgs/here.svg", "https://example.org/picture.svg"),
+        say('<img src="x.png">'),
+        output(5, FIGURE),
+    ],
+    "links_lead_somewhere": [replace(10, "(01_float_formats.ipynb)", "(99_not_written.ipynb)")],
+    "code_cells_are_short": [
+        replace(5, "print(1 + 1)", "print(1 + 1)\n" + "x = 1\n" * 30),
+        lambda nb: [
+            cell.update(source=cell.source + "\nx = 1" * 9)
+            for cell in nb.cells[2:]
+            if "outputs" in cell
+        ],
+    ],
+    "words_are_enough_and_not_too_many": [
+        replace(3, "word ", ""),
+        replace(3, "word ", "word " * 3),
+    ],
+    "executed_from_top_to_bottom": [
+        lambda nb: nb.cells[5].update(execution_count=7),
+        lambda nb: nb.cells[5].update(execution_count=None),
+    ],
+    "nothing_failed_or_warned": [output(2, ERROR), output(2, STDERR)],
+    "outputs_are_stored": [
+        output(5, None),
+        lambda nb: nb.cells[5].update(source="lesson.predict(None, 2)", outputs=[]),
+    ],
+    "no_old_names": [
+        say("torch.cuda.amp.autocast"),
+        replace(2, "device = ", "torch.jit.script\ndevice = "),
+        say("from torch.cuda import amp"),
+    ],
+    "kernel_is_python3": [lambda nb: nb.metadata.kernelspec.update(name="my-kernel")],
+    "few_outputs_are_ignored": [
+        lambda nb: [nb.cells[i].metadata.tags.append("nbval-ignore-output") for i in (2, 5, 8)],
+        lambda nb: nb.cells[5].metadata.tags.append("nbval-skip"),
+    ],
+    "no_commented_out_code": [
+        replace(5, "print(1 + 1)", "# loss.backward()\nprint(1 + 1)"),
+        replace(5, "print(1 + 1)", "# for x in xs:\nprint(1 + 1)"),
+    ],
+    "loops_really_run": [replace(5, "print(1 + 1)", "for i in range(0):\n    f()\nprint(1 + 1)")],
+    "nothing_is_fetched": [
+        replace(2, "device = ", "!pip install torch\ndevice = "),
+        replace(2, "device = ", "torch.hub.load('a', 'b')\ndevice = "),
+    ],
+    "nothing_of_this_machine_is_stored": [
+        replace(2, "device =", "import sys\nsys.path.append('..')\ndevice ="),
+        output(5, new_output("stream", text="/home/ada/course\n")),
+        output(5, new_output("display_data", data={"text/html": "<a href='/tmp/x'>x</a>"})),
+    ],
+}
+
+
+@pytest.mark.parametrize("rule", anatomy.RULES)
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_keeps_the_rule(path, rule):
+    complaints = anatomy.RULES[rule](nbformat.read(path, as_version=4), path)
+    assert not complaints, "\n".join(complaints)
+
+
+def test_every_notebook_is_a_lesson_of_the_course():
+    assert LESSONS and set(LESSONS) == set((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def test_the_good_notebook_keeps_every_rule(good):
+    assert [complaint for rule in anatomy.RULES.values() for complaint in rule(*good)] == []
+
+
+def test_every_rule_has_a_notebook_that_breaks_it():
+    assert set(FAULTS) == set(anatomy.RULES)
+
+
+@pytest.mark.parametrize(
+    ("rule", "fault"),
+    [pytest.param(rule, fault, id=rule) for rule, faults in FAULTS.items() for fault in faults],
+)
+def test_a_fault_breaks_its_rule_and_no_other(good, rule, fault):
+    notebook, path = good
+    fault(notebook)
+    broken = [name for name, check in anatomy.RULES.items() if check(notebook, path)]
+    assert broken == [rule]

@@ -1,0 +1,130 @@
+"""The functions that lesson 2 defines, against torch and NumPy, and the wrong variants that it shows."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from amp_utils.course.notebook import load
+
+CPU = torch.device("cpu")
+NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
+
+
+@pytest.fixture(scope="module")
+def lesson():
+    return load("02", device=CPU, seed=0, steps=40)
+
+
+@pytest.mark.parametrize("dtype", NUMPY)
+@pytest.mark.parametrize(
+    "y", [1e-50, 1e-45, 2.0**-25, 2.0**-24, 1e-5, 1.0, 65504.0, 65520.0, 3e38, 1e39]
+)
+@pytest.mark.parametrize("x", [1.0, 1.3])
+def test_there_and_back_is_what_numpy_computes(lesson, dtype, x, y):
+    narrow = NUMPY[dtype]
+    with np.errstate(all="ignore"):
+        expected = float(narrow(x) * narrow(y) / narrow(y))
+    assert lesson.there_and_back(x, y, dtype) == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
+def test_softmax_is_torchs_for_every_dimension(lesson, dim, size):
+    logits = size * torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(lesson.softmax(logits, dim), torch.softmax(logits, dim))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 3), (4, 3), (3, 7)])
+def test_cross_entropy_and_its_gradient_are_torchs(lesson, shape):
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randn(shape, generator=generator).softmax(1)
+    logits = (100 * torch.randn(shape, generator=generator)).requires_grad_()
+    ours, theirs = (
+        lesson.cross_entropy(labels, logits),
+        F.cross_entropy(logits, labels, reduction="sum"),
+    )
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits)
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_guides_cross_entropy_is_right_for_one_sample_and_wrong_for_a_batch(lesson, seed):
+    torch.manual_seed(seed)
+    logits, labels = torch.randn(3, 3), torch.randn(3, 3).softmax(1)
+    one, truth = labels[0], F.cross_entropy(logits[0], labels[0])
+    torch.testing.assert_close(lesson.guide_cross_entropy(one, logits[0]), truth)
+    wrong, right = (
+        lesson.guide_cross_entropy(labels, logits),
+        F.cross_entropy(logits, labels, reduction="sum"),
+    )
+    assert abs(wrong - right) > 1e-3
+    # Its gradient is wrong as well: every column sum of the labels weighs a row.
+    logits.requires_grad_()
+    (gradient,) = torch.autograd.grad(lesson.guide_cross_entropy(labels, logits), logits)
+    assert (gradient - (logits.softmax(1) - labels)).abs().max() > 1e-3
+
+
+def test_the_naive_forms_fail_where_the_lesson_says(lesson):
+    assert lesson.naive_softmax(torch.tensor([1000.0, 0.0])).tolist() == pytest.approx(
+        [math.nan, 0], nan_ok=True
+    )
+    assert lesson.naive_softmax(torch.tensor([11.0, 11.0]).half()).tolist() == [0, 0]
+    assert lesson.naive_softmax(torch.tensor([10.0, 10.0]).half()).tolist() == [0.5, 0.5]
+    assert (
+        lesson.naive_cross_entropy(torch.tensor([0.5, 0.5]), torch.tensor([1000.0, 0.0]))
+        == math.inf
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_naive_loss_dies_on_raw_pixels_and_the_stable_one_follows_float32(lesson, seed):
+    lesson.seed = seed
+    for dtype in (torch.float32, torch.float16):
+        assert not any(map(math.isfinite, lesson.train(lesson.log_of_softmax, 255, dtype)))
+    half, single = (
+        lesson.train(lesson.log_in_formula, 255, dtype) for dtype in (torch.float16, torch.float32)
+    )
+    assert len(half) == 40
+    assert max(abs(a - b) for a, b in zip(half, single, strict=True)) < 0.05 * max(single)
+    assert all(map(math.isfinite, lesson.train(lesson.log_of_softmax, 1, torch.float16)))
+
+
+@pytest.mark.parametrize("gradient", [1e-1, 1e-2, 1e-3, -1e-4])
+def test_adams_first_step_is_the_learning_rate_in_float32_and_infinite_in_float16(lesson, gradient):
+    sign = math.copysign(1, gradient)
+    assert lesson.adam_step(gradient, 1e-8, torch.float32) == pytest.approx(sign * 0.01, rel=1e-3)
+    # v starts at 0.001 g², and half of fp16's smallest number is 2^-25.
+    vanishes = np.float16(0.001 * gradient**2) == 0
+    half = lesson.adam_step(gradient, 1e-8, torch.float16)
+    assert half == sign * math.inf if vanishes else half == pytest.approx(0.01, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_softplus_is_torchs(lesson, dtype):
+    x = torch.linspace(-15, 100, 1001).to(dtype)
+    tolerance = 4 * torch.finfo(dtype).eps
+    expected = F.softplus(x.double(), threshold=1e9)
+    torch.testing.assert_close(lesson.softplus(x).double(), expected, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_masked_softmax_is_torchs_with_minus_infinity(lesson, dtype):
+    generator = torch.Generator().manual_seed(2)
+    scores = (10 * torch.randn(50, 6, generator=generator)).to(dtype)
+    hidden = torch.rand(50, 6, generator=generator) < 0.6
+    weights = lesson.masked_softmax(scores, hidden)
+    expected = scores.masked_fill(hidden, -math.inf).softmax(1).nan_to_num(nan=0.0)
+    torch.testing.assert_close(weights, expected)
+    assert hidden.all(dim=1).any() and weights.dtype == dtype
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e4])
+def test_length_in_float16_is_numpys_in_float64(lesson, size):
+    x = (size * torch.randn(20, generator=torch.Generator().manual_seed(3))).half()
+    expected = np.linalg.norm(x.double().numpy())
+    assert lesson.length(x).item() == pytest.approx(expected, rel=0.01)

@@ -1,0 +1,332 @@
+"""The functions that lesson 13 defines, and the processes that it starts: none outlives its launch."""
+
+import ast
+import contextlib
+import inspect
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from torch import nn
+
+from amp_utils.course import ROOT
+from amp_utils.course.notebook import load
+
+CPU = torch.device("cpu")
+WAIT = """
+import signal, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a rank that does not listen
+note = Path({folder!r}, os.environ["RANK"])
+note.with_suffix(".part").write_text(f"{{os.getpid()}} {{os.getppid()}}")
+note.with_suffix(".part").rename(note)
+time.sleep(600)
+"""
+LISTENERS = """
+listening = set()
+mine = {os.stat(f"/proc/{pid}/fd/{fd}").st_ino for pid in (os.getpid(), os.getppid())
+        for fd in os.listdir(f"/proc/{pid}/fd") if os.path.exists(f"/proc/{pid}/fd/{fd}")}
+for name in ("tcp", "tcp6"):
+    for line in open(f"/proc/net/{name}").readlines()[1:]:
+        row = line.split()
+        if row[3] == "0A" and int(row[9]) in mine:
+            listening.add(row[1].split(":")[0])
+saved |= {"listening": sorted(listening), "host": os.uname().nodename}
+torch.save(saved, f"rank{rank}.pt")
+"""
+
+
+@pytest.fixture
+def lesson():
+    module = load("13", device=CPU, seed=0, steps=12, overflow_step=5)
+    module.inspect = SourceOfNotebook()
+    return module
+
+
+class SourceOfNotebook:
+    """Stands for the module inspect, which finds the source of a notebook's functions in a kernel only."""
+
+    def getsource(self, function) -> str:
+        for cell in nbformat.read(
+            ROOT / "notebooks" / "13_data_parallel.ipynb", as_version=4
+        ).cells:
+            if cell.cell_type == "code" and f"def {function.__name__}(" in cell.source:
+                for node in ast.parse(cell.source).body:
+                    if isinstance(node, ast.FunctionDef) and node.name == function.__name__:
+                        return ast.get_source_segment(cell.source, node)
+        return inspect.getsource(function)
+
+
+# Threads
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_only_autocast_in_forward_reaches_a_thread(lesson, dtype):
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with torch.autocast("cpu", dtype=dtype):
+        assert lesson.in_threads(lambda: layer(x).dtype, 3) == [torch.float32] * 3
+        assert lesson.in_threads(lambda: lesson.Net(layer)(x).dtype) == [torch.float16] * 2
+    assert lesson.Net(layer)(x).dtype == torch.float16
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the CPU stands in for an accelerator where there is none"
+)
+def test_dataparallel_hands_on_the_switch_and_not_the_dtype(lesson):
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    assert [y.dtype for y in lesson.data_parallel(layer, x)] == [torch.float32] * 2
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype):
+            outputs = lesson.data_parallel(layer, x)
+            assert [y.dtype for y in outputs] == [
+                torch.bfloat16
+            ] * 2  # the CPU's default, whatever was asked for
+            assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == dtype
+        assert not torch.is_autocast_enabled("cuda")
+    assert torch.equal(outputs[0], outputs[1])
+
+
+def test_threads_share_the_cache_of_cast_weights(lesson):
+    """Why `data_parallel` copies the network."""
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+
+    def in_bf16():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return layer(x)
+
+    with torch.autocast("cpu", dtype=torch.float16):
+        layer(x)
+        with pytest.raises(RuntimeError, match="same dtype"):
+            lesson.in_threads(in_bf16, 1)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_carry_takes_the_state_of_the_caller(lesson, enabled):
+    with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
+        carried = lesson.carry(
+            lambda: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")), "cpu"
+        )
+    assert lesson.in_threads(carried) == [(enabled, torch.float16)] * 2
+
+
+# Training
+
+
+def test_one_process_trains_as_an_average_over_shares_does(lesson):
+    """DDP by hand, in float32: the mean of the gradients of three shares."""
+    one = lesson.train(0, 1, CPU, torch.float32)
+    torch.manual_seed(lesson.seed)
+    net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x, y = lesson.points(bad=False)
+    for _ in range(lesson.steps):
+        optimizer.zero_grad()
+        for rank in range(3):
+            (nn.functional.mse_loss(net(x[rank::3]), y[rank::3]) / 3).backward()
+        optimizer.step()
+    by_hand = nn.utils.parameters_to_vector(net.parameters())
+    assert lesson.distance(by_hand, one["weights"]) < 1e-5
+    assert one["loss"][-1] < 0.7 * one["loss"][0]
+
+
+def test_the_bad_sample_belongs_to_the_last_rank_and_costs_one_step(lesson):
+    for ranks in (2, 3, 4):
+        _, y = lesson.points(bad=True)
+        assert [y[rank::ranks].isinf().any().item() for rank in range(ranks)] == [False] * (
+            ranks - 1
+        ) + [True]
+    story = lesson.train(0, 1, CPU, torch.float16)
+    assert [step for step, skipped in enumerate(story["skipped"]) if skipped] == [5]
+    assert [step for step, finite in enumerate(story["finite"]) if not finite] == [5]
+    assert story["weights"].isfinite().all() and set(story["output"]) == {"torch.float16"}
+
+
+@pytest.mark.parametrize(("total", "ranks"), [(7, 2), (240, 4), (5, 5), (3, 4)])
+def test_rank_loss_averages_to_the_mean_and_its_gradient(lesson, total, ranks):
+    errors = torch.rand(total, requires_grad=True)
+    sum(lesson.rank_loss(errors[rank::ranks], total, ranks) for rank in range(ranks)).div(
+        ranks
+    ).backward()
+    assert torch.allclose(errors.grad, torch.full((total,), 1 / total))
+
+
+def test_last_words_are_those_of_the_first_error(lesson):
+    errors = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "script.py", line 3, in <module>
+[rank1]: torch.OutOfMemoryError: no room
+RuntimeError: Connection closed by peer
+"""
+    assert lesson.last_words(errors) == "torch.OutOfMemoryError: no room"
+    assert lesson.last_words("a warning\n") == "no reason was given."
+
+
+def test_a_rank_that_is_killed_is_named_by_its_signal(lesson):
+    with pytest.raises(RuntimeError, match=r"^Signal 11 \(SIGSEGV\)$"):
+        lesson.launch("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", 2, 60)
+
+
+# Processes
+
+
+def processes(folder: Path, ranks: int = 2) -> set[int]:
+    """Process ids of the ranks and of torchrun, as soon as each rank has written them down."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        notes = [folder / str(rank) for rank in range(ranks)]
+        if all(note.exists() for note in notes):
+            return {int(number) for note in notes for number in note.read_text().split()}
+        time.sleep(0.05)
+    raise AssertionError("the ranks did not start within a minute")
+
+
+def alive(process_ids: set[int], seconds: float = 10) -> set[int]:
+    """Which of these processes still run after so many seconds; comes back at once when all have ended."""
+    for _ in range(int(10 * seconds)):
+        process_ids = {number for number in process_ids if runs(number)}
+        if not process_ids:
+            break
+        time.sleep(0.1)
+    return process_ids
+
+
+def runs(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(
+        f"/proc/{process_id}/stat"
+    )  # one that has ended and waits for its parent is no process any more
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    return status.parent.parent.joinpath("self").exists() is False
+
+
+@pytest.fixture(autouse=True)
+def patience():
+    """A launch that waits for a process which should be gone fails its test instead of waiting for ever."""
+
+    def give_up(*_) -> None:
+        raise AssertionError("nothing has come to an end for three minutes")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(180)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """A folder in which `launch` makes its own."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+def test_a_rank_that_fails_ends_the_launch_with_its_reason(lesson, tmp_path, temporary, capsys):
+    polite = WAIT.replace("signal.signal(", "(")
+    fail = polite.replace(
+        "time.sleep(600)",
+        'print("hello", flush=True)\nif note.name == "0": raise KeyError("lost")\n',
+    )
+    with pytest.raises(RuntimeError, match="KeyError: 'lost'"):
+        lesson.launch(fail.format(folder=str(tmp_path)) + "time.sleep(600)", 2, 300)
+    assert not alive(processes(tmp_path)) and not list(temporary.iterdir())
+    assert "hello" in capsys.readouterr().out
+
+
+def test_a_launch_that_takes_too_long_is_ended(lesson, tmp_path, temporary):
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="stopped after 4 seconds"):
+        lesson.launch(WAIT.format(folder=str(tmp_path)), 2, 4)
+    assert time.monotonic() - begin < 60
+    left = {int(number) for note in tmp_path.glob("[01]") for number in note.read_text().split()}
+    assert not alive(left) and not list(temporary.iterdir())
+
+
+def test_an_interrupt_ends_every_process(lesson, tmp_path, temporary):
+    started: set[int] = set()
+
+    def interrupt() -> None:
+        started.update(processes(tmp_path))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            lesson.launch(WAIT.format(folder=str(tmp_path)), 2, 300)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(started) == 3 and not alive(started) and not list(temporary.iterdir())
+
+
+def test_a_killed_kernel_takes_its_ranks_along(tmp_path):
+    child = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from amp_utils.course.notebook import load\n"
+        f"load('13').launch({WAIT.format(folder=str(tmp_path))!r}, 2, 300)"
+    )
+    kernel = subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+    started = processes(tmp_path)
+    assert len(started) == 3 and alive(started, 0.1) == started
+    kernel.kill()
+    kernel.wait()
+    assert not alive(started, 20)
+
+
+@pytest.fixture
+def nameless(tmp_path, monkeypatch) -> None:
+    """Python programs started from here see a host name that does not resolve; skips where that is not allowed."""
+    words = (
+        "unshare --user --map-root-user --uts sh -c 'hostname nowhere.invalid && exec \"$@\"' sh"
+    )
+    if subprocess.run(f"{words} true", shell=True, capture_output=True).returncode:
+        pytest.skip("this machine lets no one change the host name for one program")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {words} {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and makes a namespace")
+def test_three_ranks_without_a_network_train_as_one_process_does(lesson, nameless, capsys):
+    settings = 'backend = "gloo"\nseed = 0\nsteps = 12\noverflow_step = 5'
+    parts = (
+        lesson.points,
+        lesson.train,
+        lesson.in_turn,
+        lesson.refusal,
+        lesson.SETUP,
+        lesson.DDP,
+        LISTENERS,
+        lesson.LEAVE,
+    )
+    saved = lesson.launch(lesson.script(lesson.IMPORTS, settings, *parts), 3, 300)
+    assert capsys.readouterr().out.splitlines() == [
+        f"rank {rank}: all_reduce gives [3.0, inf]" for rank in range(3)
+    ]
+    assert saved[0]["two devices"].startswith("device_ids can only")
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 1e-3)):
+        weights = [by_rank[str(dtype)]["weights"] for by_rank in saved]
+        assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+        assert lesson.distance(weights[0], lesson.train(0, 1, CPU, dtype)["weights"]) < tolerance
+    for by_rank in saved:
+        story = by_rank["torch.float16"]
+        assert [step for step, skipped in enumerate(story["skipped"]) if skipped] == [5]
+        assert by_rank["listening"] == ["0100007F"]  # 127.0.0.1, as /proc writes it
+        assert by_rank["host"] == "nowhere.invalid"
+    assert [math.isfinite(by_rank["torch.float16"]["loss"][5]) for by_rank in saved] == [
+        True,
+        True,
+        False,
+    ]

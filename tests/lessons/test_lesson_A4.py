@@ -1,0 +1,92 @@
+"""The functions that lesson A4 defines, against Python's own integers, NumPy and torch."""
+
+import numpy as np
+import pytest
+import torch
+
+from amp_utils.course.notebook import load
+
+
+@pytest.fixture(scope="module")
+def lesson():
+    return load("A4")
+
+
+def test_operations_are_listed_in_order_and_only_inside(lesson):
+    x = torch.ones(3)
+    with lesson.Operations() as done:
+        (x + 1) * x
+    torch.neg(x)
+    assert done.names == ["add", "mul"]
+
+
+def test_outcome_names_the_operation_or_refuses(lesson):
+    assert lesson.outcome(lambda x, y: x ^ y, torch.int64) == ("bitwise_xor", "int64")
+    assert lesson.outcome(lambda x, y: x / y, torch.int64) == ("div", "float32")
+    assert lesson.outcome(lambda x, y: x & y, torch.float32) == ("", "–")
+    assert lesson.outcome(lambda x, y: ~x, torch.float32) == ("", "–")
+
+
+@pytest.mark.parametrize("symbol", ["^", "&", "|"])
+def test_the_bit_operators_are_those_of_python(symbol):
+    numbers = range(-4, 9)
+    for a in numbers:
+        for b in numbers:
+            scope = {"a": a, "b": b, "x": torch.tensor(a), "y": torch.tensor(b)}
+            assert eval(f"(x {symbol} y).item() == (a {symbol} b)", scope)
+
+
+@pytest.mark.parametrize("a", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32])
+@pytest.mark.parametrize("b", [torch.bool, torch.int8, torch.int32, torch.float16, torch.bfloat16])
+def test_added_is_torchs_promotion(lesson, a, b):
+    assert lesson.added(a, b) == torch.promote_types(a, b) == lesson.added(b, a)
+
+
+@pytest.mark.parametrize("way", ["by_slicing", "by_unbind", "by_sum"])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (500, 10)])
+def test_the_three_sums_agree_with_numpy(lesson, way, shape):
+    data = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    np.testing.assert_allclose(
+        getattr(lesson, way)(data), data.numpy().astype(np.float64).sum(0), rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("rows", [50, 500])
+def test_the_number_of_operations_is_what_the_lesson_says(lesson, rows):
+    counts, ones = [], torch.ones(rows, 2)
+    for way in (lesson.by_slicing, lesson.by_unbind, lesson.by_sum):
+        with lesson.Operations() as done:
+            way(ones)
+        counts.append(len(done.names))
+    assert counts == [2 * rows + 1, rows + 2, 1]
+
+
+@pytest.mark.parametrize("way", ["by_slicing", "by_unbind"])
+def test_an_fp16_accumulator_sticks_and_sum_does_not(lesson, way):
+    ones = torch.ones(3000, 1).half()
+    assert getattr(lesson, way)(ones).item() == 2048
+    assert lesson.by_sum(ones).item() == 3000
+
+
+def test_outside_is_what_numpy_says(lesson):
+    x = torch.randn(200, generator=torch.Generator().manual_seed(1))
+    x[::7] = torch.nan
+    with np.errstate(invalid="ignore"):
+        expected = ~((x.numpy() >= -0.5) & (x.numpy() <= 1))
+    assert lesson.outside(x, -0.5, 1).tolist() == expected.tolist()
+
+
+def test_bits_apart_counts_as_python_does(lesson):
+    random = torch.Generator().manual_seed(2)
+    a, b = (
+        torch.randint(-(2**15), 2**15, (500,), generator=random).to(torch.int16) for _ in range(2)
+    )
+    expected = [((i ^ j) & 0xFFFF).bit_count() for i, j in zip(a.tolist(), b.tolist(), strict=True)]
+    assert lesson.bits_apart(a.view(torch.float16), b.view(torch.float16)).tolist() == expected
+
+
+@pytest.mark.parametrize("width", [1, 2, 9])
+def test_moving_mean_is_a_convolution(lesson, width):
+    x = torch.rand(40, generator=torch.Generator().manual_seed(3)).double()
+    expected = np.convolve(x.numpy(), np.full(width, 1 / width), mode="valid")
+    np.testing.assert_allclose(lesson.moving_mean(x, width), expected)

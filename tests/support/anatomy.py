@@ -1,0 +1,361 @@
+"""What every lesson looks like: one small function a rule, each returning its complaints in full sentences."""
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from nbformat import NotebookNode
+
+from amp_utils.course import outline
+
+Rule = Callable[[NotebookNode, Path], list[str]]
+RULES: dict[str, Rule] = {}
+
+OLD_NAMES = (
+    r"torch\.cuda\.amp|from torch\.cuda import amp|torch\.cpu\.amp"
+    r"|reset_max_memory_allocated|torch\.cuda\.(?:Half|Float)Tensor|torch\.jit\b"
+    r"|get_autocast_gpu_dtype|get_autocast_cpu_dtype|allow_tf32|torch\.autocast_mode"
+)
+
+PRIVATE = r"sys\.path|/home/\w+|/root/|/tmp/|/work/|/Users/\w+|pythonhosted|0x[0-9a-f]{9,}"
+
+
+def rule(function: Rule) -> Rule:
+    RULES[function.__name__] = function
+    return function
+
+
+def tags(cell: NotebookNode) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def code(nb: NotebookNode) -> list[tuple[int, NotebookNode]]:
+    return [(i, cell) for i, cell in enumerate(nb.cells) if cell.cell_type == "code"]
+
+
+def prose(nb: NotebookNode) -> list[tuple[int, NotebookNode]]:
+    return [(i, cell) for i, cell in enumerate(nb.cells) if cell.cell_type == "markdown"]
+
+
+def printed(cell: NotebookNode) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs)
+
+
+def tree(cell: NotebookNode) -> ast.Module:
+    try:
+        return ast.parse(cell.source)
+    except SyntaxError:  # a magic such as !pip, which nothing_is_fetched complains of
+        return ast.Module(body=[], type_ignores=[])
+
+
+@rule
+def card_is_complete(nb, path):
+    try:
+        card = outline.read_card(nb.cells[0].source)
+    except ValueError as error:
+        return [f"Cell 0: {error}."]
+    complaints = (
+        [] if 3 <= len(card.learn) <= 5 else [f"Cell 0: {len(card.learn)} objectives; give 3 to 5."]
+    )
+    numbered = re.findall(r"(?:\| |<br>)(\d)\. ", nb.cells[0].source)
+    if numbered != [str(i + 1) for i in range(len(card.learn))]:
+        complaints.append("Cell 0: the objectives are not numbered 1, 2, 3.")
+    return (
+        complaints if card.minutes.isdigit() else [*complaints, "Cell 0: Minutes is not a number."]
+    )
+
+
+@rule
+def parameters_come_first_typed_and_explained(nb, path):
+    (i, first), *_ = code(nb)
+    if "parameters" not in tags(first):
+        return [f"Cell {i}: the first code cell is not tagged `parameters`."]
+    if not first.source.strip():
+        return [f"Cell {i}: the parameters cell is empty."]
+    pattern = re.compile(r"\w+: (?:str|int|float|bool) = \S.*  # \S.+")
+    return [
+        f"Cell {i}: `{line}` is not `name: type = value  # help`."
+        for line in first.source.splitlines()
+        if not pattern.fullmatch(line)
+    ]
+
+
+@rule
+def parameters_are_validated_next(nb, path):
+    (_, first), (i, second), *_ = code(nb)
+    names = re.findall(r"^(\w+):", first.source, re.M)
+    missing = [
+        name for name in names if name != "device" and f"{name}=lesson." not in second.source
+    ]
+    complaints = [f"Cell {i}: the parameter {name} is not validated." for name in missing]
+    if "choose_device(device)" not in second.source:
+        complaints.append(f"Cell {i}: `device` does not go through choose_device.")
+    return complaints
+
+
+@rule
+def predictions_are_asked_and_answered(nb, path):
+    asked = [i for i, cell in prose(nb) if "predict" in tags(cell)]
+    complaints = [] if len(asked) >= 2 else [f"{len(asked)} predictions; ask at least 2."]
+    for i in asked:
+        if not nb.cells[i].source.startswith("**Predict.**"):
+            complaints.append(f"Cell {i}: a prediction begins with **Predict.**")
+        following = nb.cells[i + 1 : i + 6]
+        if not any(
+            "<summary>Answer</summary>" in cell.source
+            for cell in following
+            if cell.cell_type == "markdown"
+        ):
+            complaints.append(f"Cell {i}: no <summary>Answer</summary> follows within five cells.")
+        if not any(cell.cell_type == "code" for cell in following[:2]):
+            complaints.append(f"Cell {i}: no code follows the prediction.")
+    return complaints
+
+
+@rule
+def exercises_have_their_shape(nb, path):
+    starts = [i for i, cell in prose(nb) if "exercise-text" in tags(cell)]
+    complaints = [] if 2 <= len(starts) <= 4 else [f"{len(starts)} exercises; give 2 to 4."]
+    for number, i in enumerate(starts, 1):
+        parts = nb.cells[i : i + 5]
+        shape = [part for cell in parts for part in tags(cell)]
+        if shape != ["exercise-text", "exercise", "check", "hint", "solution"]:
+            complaints.append(f"Cell {i}: the parts of the exercise are {shape}.")
+            continue
+        text, stub, check, hint, solution = parts
+        if not re.match(rf"### Exercise {number} · .+ \([●○]{{3}}, \d+ min\)\n", text.source):
+            complaints.append(f"Cell {i}: the heading lacks number, title, difficulty or minutes.")
+        if "raise NotImplementedError" not in stub.source:
+            complaints.append(f"Cell {i + 1}: the stub does not raise NotImplementedError.")
+        if "<summary>Hint</summary>" not in hint.source:
+            complaints.append(f"Cell {i + 3}: the hint is not collapsed.")
+        if not solution.metadata.get("jupyter", {}).get("source_hidden"):
+            complaints.append(
+                f"Cell {i + 4}: the solution is not collapsed (jupyter.source_hidden)."
+            )
+        if not printed(check).startswith("✎"):
+            complaints.append(f"Cell {i + 2}: the check does not find the stub unattempted.")
+        if not printed(solution).endswith("✓ correct\n") or "✗" in printed(solution):
+            complaints.append(f"Cell {i + 4}: the solution does not pass its check.")
+    return complaints
+
+
+@rule
+def recap_answers_every_objective(nb, path):
+    recaps = [
+        (i, cell.source) for i, cell in prose(nb) if re.search(r"^## Recap$", cell.source, re.M)
+    ]
+    if len(recaps) != 1:
+        return [f"{len(recaps)} recaps; give one, headed `## Recap`."]
+    i, source = recaps[0]
+    items = re.findall(r"^\d\. (.+)$", source.split("## Recap")[1], re.M)
+    objectives = re.findall(r"(?:\| |<br>)\d\. ", nb.cells[0].source)
+    complaints = []
+    if len(items) != len(objectives):
+        complaints.append(f"Cell {i}: {len(items)} answers to {len(objectives)} objectives.")
+    return complaints + [
+        f"Cell {i}: `{item[:40]}…` points at nothing shown." for item in items if "`" not in item
+    ]
+
+
+@rule
+def navigation_is_up_to_date(nb, path):
+    last = nb.cells[-1]
+    if "navigation" not in tags(last) or last.source != outline.navigation(path):
+        return [
+            "The last cell is not the navigation, or it is stale: run python -m amp_utils.course outline."
+        ]
+    return []
+
+
+@rule
+def pictures_have_alt_text_and_are_local(nb, path):
+    complaints = []
+    for i, cell in prose(nb):
+        for alt, target in re.findall(r"!\[(.*?)\]\((.*?)\)", cell.source):
+            if len(alt) < 15:
+                complaints.append(f"Cell {i}: the picture {target} has no alt text.")
+            if (
+                not re.fullmatch(r"\.\./imgs/\w+\.svg", target)
+                or not (path.parent / target).exists()
+            ):
+                complaints.append(f"Cell {i}: the picture {target} is not one of ../imgs/*.svg.")
+        if "<img" in cell.source:
+            complaints.append(f"Cell {i}: a picture in HTML; use ![alt](../imgs/name.svg).")
+    for i, cell in code(nb):
+        for output in cell.outputs:
+            shown = output.get("data", {})
+            if "image/png" in shown and not output.metadata.get("image/png", {}).get("alt"):
+                complaints.append(
+                    f"Cell {i}: a figure without alt text; draw it with amp_utils.plots."
+                )
+    return complaints
+
+
+@rule
+def links_lead_somewhere(nb, path):
+    complaints = []
+    for i, cell in prose(nb):
+        for target in re.findall(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)", cell.source):
+            if target.startswith(("https://", "#")):
+                continue
+            if not (path.parent / target.split("#")[0]).exists():
+                complaints.append(f"Cell {i}: the link {target} leads nowhere.")
+    return complaints
+
+
+@rule
+def code_cells_are_short(nb, path):
+    lengths = {i: len(cell.source.splitlines()) for i, cell in code(nb)}
+    complaints = [
+        f"Cell {i}: {n} lines; no cell has more than 30." for i, n in lengths.items() if n > 30
+    ]
+    middle = median(lengths.values())
+    return (
+        complaints
+        if middle <= 8
+        else [*complaints, f"The median code cell has {middle} lines, more than 8."]
+    )
+
+
+@rule
+def words_are_enough_and_not_too_many(nb, path):
+    generated = {
+        "navigation",
+        "course-map",
+        "entrances",
+    }  # tables that grow with the course, not prose
+    words = sum(
+        len(cell.source.split()) for _, cell in prose(nb) if not generated & set(tags(cell))
+    )
+    return [] if 800 <= words <= 2000 else [f"{words} words of text; give 800 to 2000."]
+
+
+@rule
+def executed_from_top_to_bottom(nb, path):
+    counts = [cell.execution_count for _, cell in code(nb)]
+    return (
+        [] if counts == list(range(1, len(counts) + 1)) else [f"The execution counts are {counts}."]
+    )
+
+
+@rule
+def nothing_failed_or_warned(nb, path):
+    complaints = []
+    for i, cell in code(nb):
+        for output in cell.outputs:
+            if output.output_type == "error":
+                complaints.append(f"Cell {i}: an error is stored: {output.ename}.")
+            if output.get("name") == "stderr":
+                complaints.append(f"Cell {i}: stderr is stored: {output.text.splitlines()[0]}")
+    return complaints
+
+
+@rule
+def outputs_are_stored(nb, path):
+    """nbval lets a notebook pass whose outputs were stripped."""
+    complaints = []
+    for i, cell in code(nb):
+        calls = [
+            ast.unparse(node.func)
+            for node in ast.walk(_top_level(tree(cell)))
+            if isinstance(node, ast.Call)
+        ]
+        speaks = any(
+            call in ("print", "lesson.predict", "lesson.record", "lesson.settle")
+            or call.startswith("plots.")
+            for call in calls
+        )
+        if (speaks or "check" in tags(cell) or "solution" in tags(cell)) and not cell.outputs:
+            complaints.append(f"Cell {i}: it prints or draws, and no output is stored.")
+    return complaints
+
+
+def _top_level(module: ast.Module) -> ast.Module:
+    """The module without the bodies of its functions and classes, which may never be called."""
+    kept = [node for node in module.body if not isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return ast.Module(body=kept, type_ignores=[])
+
+
+@rule
+def no_old_names(nb, path):
+    return [
+        f"Cell {i}: {found} is an old name."
+        for i, cell in enumerate(nb.cells)
+        if "old-names" not in tags(cell)
+        for found in re.findall(OLD_NAMES, cell.source)
+    ]
+
+
+@rule
+def kernel_is_python3(nb, path):
+    name = nb.metadata.get("kernelspec", {}).get("name")
+    return [] if name == "python3" else [f"The kernelspec is {name!r}, not 'python3'."]
+
+
+@rule
+def few_outputs_are_ignored(nb, path):
+    cells = code(nb)
+    ignored = sum("nbval-ignore-output" in tags(cell) for _, cell in cells)
+    complaints = (
+        []
+        if 4 * ignored <= len(cells)
+        else [f"{ignored} of {len(cells)} cells have ignored outputs."]
+    )
+    other = {tag for _, cell in cells for tag in tags(cell) if tag.startswith(("nbval", "NBVAL"))}
+    return complaints + [
+        f"The tag {tag} is not used here." for tag in sorted(other - {"nbval-ignore-output"})
+    ]
+
+
+@rule
+def no_commented_out_code(nb, path):
+    complaints = []
+    for i, cell in code(nb):
+        for line in cell.source.splitlines():
+            comment = line.strip().removeprefix("#").strip() if line.strip().startswith("#") else ""
+            if re.search(
+                r"^\w+(\.\w+)*\(.*\)$|^\w+ = \S+|^(with|for|if|return|import|from) .*[:)]$", comment
+            ):
+                complaints.append(f"Cell {i}: commented-out code: {line.strip()}")
+    return complaints
+
+
+@rule
+def loops_really_run(nb, path):
+    """A loop over a literal that is empty teaches nothing."""
+    empty = ("range(0)", "[]", "()", "{}")
+    return [
+        f"Cell {i}: the loop over {ast.unparse(node.iter)} never runs."
+        for i, cell in code(nb)
+        for node in ast.walk(tree(cell))
+        if isinstance(node, ast.For) and ast.unparse(node.iter) in empty
+    ]
+
+
+@rule
+def nothing_is_fetched(nb, path):
+    fetching = (
+        r"[!%]pip|[!%]conda|!wget|!curl|urllib|\brequests\.|torch\.hub|from_url|download=True"
+    )
+    return [
+        f"Cell {i}: `{found}` needs the network; a lesson makes its data on the spot."
+        for i, cell in code(nb)
+        for found in re.findall(fetching, cell.source)
+    ]
+
+
+@rule
+def nothing_of_this_machine_is_stored(nb, path):
+    complaints = []
+    for i, cell in enumerate(nb.cells):
+        shown = [
+            o | {"data": {k: v for k, v in o.get("data", {}).items() if "text" in k}}
+            for o in cell.get("outputs", [])
+        ]
+        text = cell.source + str(shown)
+        for found in re.findall(PRIVATE, text):
+            complaints.append(f"Cell {i}: `{found}` belongs to one machine, not to a lesson.")
+    return complaints
