@@ -1,4 +1,4 @@
-"""Every HTML page of the toolbox extends templates/base.html.j2; Jinja escapes what goes into it."""
+"""The one HTML shell: every page extends templates/base.html.j2, and Jinja escapes its values."""
 
 from typing import Any
 
@@ -14,5 +14,5 @@ TEMPLATES = Environment(
 
 
 def page(template: str, **values: Any) -> str:
-    """A file of templates/ filled with `values`; text is escaped unless it is `markupsafe.Markup`."""
+    """The template filled with `values`; what is not `markupsafe.Markup` is escaped."""
     return TEMPLATES.get_template(template).render(values)
