@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from nbformat import NotebookNode
 
 from amp_utils.course import CourseError, html, notebook, outline, pages, write_whole
 
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"\]\((?!\w+:)([^)\s#]+)")  # the relative path that a link or picture leads to
 
 
 def for_students(lesson: NotebookNode) -> NotebookNode:
@@ -32,26 +31,18 @@ def for_students(lesson: NotebookNode) -> NotebookNode:
     return copy
 
 
-def linked_files(lesson: NotebookNode) -> Iterator[str]:
-    """The relative paths of all files that a lesson's text links to or shows."""
-    for cell in lesson.cells:
-        if cell.cell_type == "markdown":
-            for target in LINK.findall(re.sub(r"`[^`]*`", "", cell.source)):
-                if "://" not in target and not target.startswith(("#", "data:", "attachment:")):
-                    yield target.partition("#")[0]
-
-
 def copy_linked(path: Path, lesson: NotebookNode, folder: Path) -> None:
     """Copy linked files so that the lesson's relative links still work from `folder`.
 
     Raises CourseError for a link to a file that does not exist or lies outside the course.
     """
-    for target in linked_files(lesson):
+    texts = (cell.source for cell in lesson.cells if cell.cell_type == "markdown")
+    for target in (link for text in texts for link in LINK.findall(re.sub(r"`[^`]*`", "", text))):
         source, copy = (path.parent / target).resolve(), (folder / target).resolve()
         if not source.is_file():
             raise CourseError(f"{path.name} links to {target}, which does not exist.")
         if folder.parent.resolve() not in copy.parents:
-            raise CourseError(f"{path.name} links to {target}, which lies outside of the course.")
+            raise CourseError(f"{path.name} links to {target}, which lies outside the course.")
         if source.suffix != ".ipynb" and not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
