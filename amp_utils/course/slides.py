@@ -59,17 +59,18 @@ def stacks(lesson: NotebookNode) -> list[list[list[NotebookNode]]]:
         if kind == "skip":
             continue
         new = list(parts(cell))
-        for part in new:
+        for number, part in enumerate(new):
             is_output = "outputs_only" in part.metadata
             part.metadata["later"] = kind == "fragment" or (predicted and is_output)
+            part.id += f"-{number}"
         # A cell's source and outputs stay together if one slide can hold both.
         together = cell.cell_type == "code" and sum(map(height, new)) <= FULL
-        for number, group in enumerate([new] if together else [[part] for part in new]):
+        for group in [new] if together else [[part] for part in new]:
             if is_heading(group[0]) or not columns:
                 columns.append([])
             column = columns[-1]
             full = column and sum(map(height, column[-1] + group)) > FULL
-            own = (kind == "subslide" and number == 0) or group[0].source.startswith("### ")
+            own = (kind == "subslide" and group[0] is new[0]) or group[0].source.startswith("### ")
             if not column or ((full or own) and not is_bare_heading(column[-1])):
                 column.append([])
                 group[0].metadata["later"] = False  # no slide begins empty
@@ -89,11 +90,8 @@ def is_bare_heading(slide: list[NotebookNode]) -> bool:
 
 def render(slide: list[NotebookNode], folder: Path) -> Markup:
     """A slide as HTML, its answers unfolded."""
-    cells = []
-    for number, part in enumerate(slide):
-        source = part.source.replace("<details><summary>Answer", "<details open><summary>Answer")
-        cells.append(nbformat.from_dict(part | {"id": f"{part.id}-{number}", "source": source}))
-    return pages.cells(nbformat.v4.new_notebook(cells=cells), folder, web_only, anchors=False)
+    cells = pages.cells(nbformat.v4.new_notebook(cells=slide), folder, web_only, anchors=False)
+    return Markup(str(cells).replace("<details><summary>Answer", "<details open><summary>Answer"))
 
 
 def web_only(url: str) -> str:
@@ -111,14 +109,13 @@ def reveal(name: str) -> Markup:
 
 def build(path: Path, out: Path) -> Path:
     """Write a lesson's presentation into the folder `out`; returns the file. Raises CourseError."""
-    columns = [
-        [render(slide, path.parent) for slide in column] for column in stacks(notebook.read(path))
-    ]
+    lesson, title = notebook.read(path), outline.card(path).title
+    columns = [[render(slide, path.parent) for slide in column] for column in stacks(lesson)]
+    libraries = {"reveal": reveal, "highlighting": pages.HIGHLIGHTING}
+    text = html.page("slides.html.j2", title=title, columns=columns, **libraries)
     out.mkdir(parents=True, exist_ok=True)
-    file = out / f"{path.stem}.html"
-    values = {"title": outline.card(path).title, "highlighting": pages.HIGHLIGHTING}
-    write_whole(file, html.page("slides.html.j2", columns=columns, reveal=reveal, **values))
-    return file
+    write_whole(out / f"{path.stem}.html", text)
+    return out / f"{path.stem}.html"
 
 
 @click.command(help="Build LESSON's slides into build/slides and open them in the browser.")
