@@ -1,7 +1,6 @@
 """What follows from the lessons' cards and structure: navigation, course map, slide metadata."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,17 +55,13 @@ def navigation(path: Path) -> str:
     return "---\n" + " &nbsp;·&nbsp; ".join(links)
 
 
-def written(notebooks: Path, names: list[str]) -> Iterator[Path]:
-    """The lessons with these names, as far as they are written."""
-    return filter(Path.exists, (notebooks / f"{name}.ipynb" for name in names))
-
-
 def course_map(notebooks: Path, prefix: str = "") -> str:
     """A Markdown table of the written lessons; `prefix` leads to their folder."""
+    cards = {path.stem: card(path) for path in lessons(notebooks)}
     lines = ["| part | lesson | why | minutes |", "| --- | --- | --- | --- |"]
     for part, names in PARTS.items():
-        for path in written(notebooks, names):
-            it, link = card(path), f"{prefix}{path.name}"
+        for name in filter(cards.get, names):
+            it, link = cards[name], f"{prefix}{name}.ipynb"
             lines.append(f"| {part} | [{it.title}]({link}) | {it.why} | {it.minutes} |")
             part = ""  # named once
     return "\n".join(lines)
@@ -74,31 +69,28 @@ def course_map(notebooks: Path, prefix: str = "") -> str:
 
 def entrances(notebooks: Path) -> str:
     """A Markdown table of the two ways into the course: with or without the appendices first."""
+    titles = {path.stem: card(path).title for path in lessons(notebooks)}
     first = PARTS["1 · Numbers"][:1]
     lines = ["| you are | enter here |", "| --- | --- |"]
     for who, names in ("new to", PARTS["Appendices"] + first), ("at home in", first):
-        links = (f"[{card(path).title}]({path.name})" for path in written(notebooks, names))
+        links = (f"[{titles[name]}]({name}.ipynb)" for name in filter(titles.get, names))
         lines.append(f"| **{who} PyTorch** | {' → '.join(links)} |")
     return "\n".join(lines)
 
 
 def slide_type(cell: nbformat.NotebookNode) -> str | None:
-    """What a cell is in a presentation, by its tags and headings alone.
-
-    It begins a `slide` or a `subslide`, appears later on the same slide (`fragment`), is left out
-    (`skip`), or goes on where the cell before it ended (None).
-    """
-    plumbing = r"^lesson\.(validate|record)\("
-    if tags(cell) & {"parameters", "check", "solution", "navigation"}:
+    """What a cell is in a presentation, by its tags and headings alone; None continues a slide."""
+    code, text = (cell.source if cell.cell_type == kind else "" for kind in ("code", "markdown"))
+    plumbing = re.search(r"^lesson\.(validate|record)\(", code, re.M)
+    if plumbing or tags(cell) & {"parameters", "check", "solution", "navigation"}:
         return "skip"
-    if cell.cell_type != "markdown":
-        return "skip" if re.search(plumbing, cell.source, re.M) else None
-    if re.search(r"^##? ", cell.source, re.M):
+    if re.search(r"^##? ", text, re.M):
         return "slide"
-    if "<summary>Answer</summary>" in cell.source:
-        return "fragment"
-    begins = tags(cell) & {"predict", "exercise-text"} or cell.source.startswith("### ")
-    return "subslide" if begins else None
+    if "<summary>Answer</summary>" in text:
+        return "fragment"  # appears later, on the same slide
+    if text.startswith("### ") or tags(cell) & {"predict", "exercise-text"}:
+        return "subslide"
+    return None
 
 
 def up_to_date(path: Path) -> str:

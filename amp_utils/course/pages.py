@@ -1,7 +1,6 @@
 """Notebooks as HTML that needs no network: pictures inside, formulas as MathML, no script.
 
-nbconvert renders the cells. In place of MathJax, which it would load from the web, math-core turns
-each formula into MathML while the page is built.
+nbconvert renders the cells; math-core replaces MathJax, which nbconvert would load from the web.
 """
 
 import base64
