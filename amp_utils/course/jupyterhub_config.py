@@ -1,6 +1,7 @@
-"""JupyterHub for a class that you trust, on one machine; TEACHING.md, "The classroom", says how to start it.
+"""JupyterHub for a class that you trust, on one machine; see "The classroom" in TEACHING.md.
 
-Run the hub in an empty folder, which will hold the students' work. To change something, copy this file there.
+Start the hub in an empty folder, which will hold the students' work. To change a setting, copy this
+file there.
 """
 
 import os
