@@ -95,7 +95,7 @@ def build(root, lock):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         print("Building .venv with Python {}.{}.{}.".format(*sys.version_info), flush=True)
         step([sys.executable, "-I", "-m", "venv", venv], venv, lock)
-        # Else pip would spend its longest minute on the line that it has removed the old setuptools.
+        # Else pip would spend its longest minute on the line that the old setuptools is removed.
         step([python, "-I", "-m", "pip", "uninstall", "--yes", "setuptools"], venv, lock)
 
     print("Installing the packages: a few minutes the first time.", flush=True)
