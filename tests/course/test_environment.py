@@ -144,22 +144,29 @@ def test_a_python_that_is_not_there_is_a_sentence():
     assert result.stderr.startswith("PYTHON = 'python3.99' was not found: give a Python 3.11")
 
 
-def test_a_wrong_or_taken_port_is_a_sentence_before_any_work():
+def test_a_wrong_or_taken_port_is_a_sentence_before_any_work(tmp_path):
+    def refusal(port: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            bootstrap.main(["--port", port], tmp_path)
+        assert not any(tmp_path.iterdir())
+        return str(stop.value)
+
     for port in ("many", "80", "70000", "-1", "8888 9999", "٩٩٩٩"):
-        result = make("lab", "BROWSER=no", f"PORT={port}")
-        sentence = f"PORT = {port!r} is not allowed: give a whole number from 1024 to 65535.\n"
-        assert result.returncode != 0 and result.stdout == ""
-        assert result.stderr.startswith(sentence), port
+        assert refusal(port) == (
+            f"PORT = {port!r} is not allowed: give a whole number from 1024 to 65535."
+        )
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        result = make("lab", "BROWSER=no", f"PORT={port}")
-    assert result.returncode != 0 and result.stdout == ""
-    assert result.stderr.startswith(f"PORT = {port} is taken by another program: give another one")
+        port = str(other.getsockname()[1])
+        assert refusal(port) == (
+            f"PORT = {port} is taken by another program: give another one, or none."
+        )
 
 
-def test_lab_takes_the_port_it_is_given_and_no_other():
-    recipe = make("--dry-run", "lab", "PORT=8123").stdout
-    assert '--port="8123" --ServerApp.port_retries=0' in recipe and "--port 8123" not in recipe
+def test_lab_checks_the_port_it_is_given_and_takes_no_other():
+    first, *rest = make("--dry-run", "lab", "PORT=8123").stdout.split("bootstrap.py ", 1)[1:]
+    check, recipe = first.split("\n", 1)
+    assert check == '--port "8123"' and not rest
+    assert '--port="8123" --ServerApp.port_retries=0' in recipe
     assert "--port" not in make("--dry-run", "lab").stdout
 
 
