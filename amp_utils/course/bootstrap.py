@@ -127,7 +127,8 @@ def step(command, venv, lock):
         while process.poll() is None:
             time.sleep(0.2)
             lines += filter(None, map(str.strip, log))
-            latest = f"{time.time() - begin:4.0f} s  {''.join(lines[-1:])}"[: width - 1]
+            said = next((line for line in reversed(lines) if not line.startswith("WARNING")), "")
+            latest = f"{time.time() - begin:4.0f} s  {said}"[: width - 1]
             print(end=f"\r\033[K{latest}" if sys.stdout.isatty() else "", flush=True)
         lines += filter(None, map(str.strip, log))
     print(end="\r\033[K" if sys.stdout.isatty() else "", flush=True)
