@@ -16,7 +16,7 @@ WORKERS := $(if $(filter 1,$(THREADS)),-n 2 --dist loadscope,-n 0)
 .PHONY: help lab run sweep save test validate claims handout slides bench lint format clean ready
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 lab: ready  ## open the course in JupyterLab (PORT=8888, BROWSER=no: just print the address)
 	@exec $(if $(filter yes no,$(BROWSER)),env -u BROWSER) $(BIN)/python -m jupyterlab \

@@ -45,6 +45,22 @@ PARTS = {
 }
 ORDER = [name for names in PARTS.values() for name in names]
 START = ORDER[0]
+# Every tag that a cell may carry; the table in .github/CONTRIBUTING.md is made from this one.
+TAGS = {
+    "parameters": "the first code cell: `name: type = value  # help`, one a line; papermill sets them",
+    "predict": "a question that begins with **Predict.**; code and a folded `Answer` follow it",
+    "exercise-text": "heading, difficulty and minutes of an exercise; its four cells follow",
+    "exercise": "the stub, which raises `NotImplementedError`; tests use the solution instead",
+    "check": "a `@lesson.check` function, which prints ✎, ✗ with the reason, or ✓",
+    "hint": "a folded hint",
+    "solution": "the solution, which must pass the check; left out of what students get",
+    "navigation": "the last cell: previous, contents, next; written by `outline`",
+    "course-map": "the table of lessons in lesson 0; written by `outline`",
+    "entrances": "the two ways into the course in lesson 0; written by `outline`",
+    "old-names": "may name a part of torch that has been renamed or removed",
+    "claim:…": "shows a claim of notebooks/claims.toml, whose `measure` is evaluated after this cell",
+    "nbval-ignore-output": "differs by machine (times, memory, device), so nobody compares its output",
+}
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def test_a_lesson_that_goes_away_leaves_no_link_behind(copy, capsys):
     assert gone.name not in (copy / "README.md").read_text("utf-8")
 
 
-BEGIN, END = outline.BEGIN, outline.END
+BEGIN, END = outline.BEGIN.format("course map"), outline.END.format("course map")
 MARKERS = {"no begin": [END], "no end": [BEGIN], "turned round": [END, BEGIN]}
 MARKERS |= {"two begins": [BEGIN, BEGIN, END], "two maps": [BEGIN, END, BEGIN, END]}
 
@@ -154,7 +154,9 @@ SLIDE_TYPES = [
 
 
 def test_tags_and_headings_decide_what_a_cell_is_in_a_presentation():
-    cells = [new(source, metadata={"tags": [tag] if tag else []}) for _, new, source, tag in SLIDE_TYPES]
+    cells = [
+        new(source, metadata={"tags": [tag] if tag else []}) for _, new, source, tag in SLIDE_TYPES
+    ]
     found = [(outline.slide_type(cell), cell.source) for cell in cells]
     assert found == [(kind, source) for kind, _, source, _ in SLIDE_TYPES]
 
