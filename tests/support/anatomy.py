@@ -34,7 +34,9 @@ def rule(function: Rule) -> Rule:
 
 def complaints(nb: NotebookNode, path: Path) -> list[str]:
     """All complaints about a lesson, each with the names of the lesson and the rule before it."""
-    return [f"{path.stem}, {name}: {text}" for name, rule in RULES.items() for text in rule(nb, path)]
+    return [
+        f"{path.stem}, {name}: {text}" for name, rule in RULES.items() for text in rule(nb, path)
+    ]
 
 
 def code(nb: NotebookNode) -> list[tuple[int, NotebookNode]]:
@@ -229,9 +231,7 @@ def code_cells_are_short(nb, path):
 @rule
 def words_are_enough_and_not_too_many(nb, path):
     generated = {"navigation", "course-map", "entrances"}  # tables that grow with the course
-    words = sum(
-        len(cell.source.split()) for _, cell in prose(nb) if not generated & tags(cell)
-    )
+    words = sum(len(cell.source.split()) for _, cell in prose(nb) if not generated & tags(cell))
     return [] if 800 <= words <= 2000 else [f"{words} words of text; give 800 to 2000."]
 
 
