@@ -1,4 +1,4 @@
-"""Every lesson keeps every rule of the anatomy, and every rule has a small bad notebook that breaks it."""
+"""Every lesson keeps every rule of the anatomy, and for every rule a notebook breaks it."""
 
 import copy
 

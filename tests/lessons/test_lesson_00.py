@@ -49,8 +49,10 @@ def expected(missed: list[str]) -> str:
     if not missed:
         return "5 of 5 right. You know PyTorch: enter at lesson 1."
     if len(missed) == 1:
-        return f"4 of 5 right. You know PyTorch: enter at lesson 1, and look into {missed[0]} on the way."
-    return f"{5 - len(missed)} of 5 right. New to PyTorch: enter at A1. Mind {', '.join(missed)}, skim the rest."
+        where = f"enter at lesson 1, and look into {missed[0]} on the way."
+        return f"4 of 5 right. You know PyTorch: {where}"
+    right = f"{5 - len(missed)} of 5 right. New to PyTorch: enter at A1."
+    return f"{right} Mind {', '.join(missed)}, skim the rest."
 
 
 def test_every_combination_of_right_wrong_and_unknown_gets_its_entrance(lesson):

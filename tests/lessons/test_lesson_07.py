@@ -22,7 +22,7 @@ def test_the_right_order_leaves_max_norm_and_the_wrong_one_next_to_nothing(lesso
 
 
 @each("max_norm", [0.05, 0.1, 1.0])
-@each("seed", [0, 1, 2])
+@each("seed", [0, 1])
 def test_amp_clipping_follows_float32_clipping_and_the_wrong_order_stands_still(
     lesson, max_norm, seed
 ):

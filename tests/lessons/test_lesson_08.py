@@ -23,8 +23,8 @@ def gradient_of(loss, net):
     return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(net.parameters()))])
 
 
-@each("pieces", [1, 2, 4, 8, 16])
-@each("seed", range(4))
+@each("pieces", [1, 4, 16])
+@each("seed", range(2))
 def test_bites_have_the_gradient_of_the_big_batch(lesson, pieces, seed):
     lesson.seed = seed
     net = lesson.new_net()
@@ -78,12 +78,8 @@ def test_hands_off_in_the_middle(lesson):
     assert lesson.message() == "nothing"
 
 
-@each("seed", range(3))
-@each("pieces", [2, 4, 16])
-def test_training_in_bites_follows_the_big_batch_and_an_early_unscale_does_not(
-    lesson, seed, pieces
-):
-    lesson.seed = seed
+@each("pieces", [2, 16])
+def test_training_in_bites_follows_the_big_batch_and_an_early_unscale_does_not(lesson, pieces):
     big, norms = lesson.train(1, torch.float32)
     bites, _ = lesson.train(pieces, torch.float16)
     early, early_norms = lesson.train(pieces, torch.float16, look_early=True)
@@ -93,7 +89,7 @@ def test_training_in_bites_follows_the_big_batch_and_an_early_unscale_does_not(
 
 
 def by_hand(lesson, dtype):
-    """Gradient of mse + weight · |gradient of mse|, by torch's own functional derivatives in `dtype`."""
+    """Gradient of mse + weight · |gradient of mse|, by torch.func in `dtype`."""
     net = lesson.new_net().to(dtype)
     names = [name for name, _ in net.named_parameters()]
 
@@ -145,9 +141,8 @@ def test_an_inner_loss_that_is_not_scaled_gives_nan(lesson, seed):
     assert norm == pytest.approx(expected, rel=0.01) and gradient.isfinite().all()
 
 
-@each("seed", range(3))
-def test_training_with_the_penalty_follows_float32(lesson, seed):
-    lesson.seed, lesson.epochs = seed, 40
+def test_training_with_the_penalty_follows_float32(lesson):
+    lesson.epochs = 40
     plain, amp = lesson.train_penalty(torch.float32), lesson.train_penalty(torch.float16)
     assert (
         amp == pytest.approx(plain, rel=0.03)

@@ -1,4 +1,4 @@
-"""The functions that lesson 13 defines; and of the processes that it starts none outlives its launch."""
+"""The functions that lesson 13 defines. No process that it starts outlives its launch."""
 
 import ast
 import inspect

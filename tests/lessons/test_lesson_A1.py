@@ -1,4 +1,4 @@
-"""The functions that appendix A1 defines: its fits against least squares and NumPy, its derivatives against algebra."""
+"""The functions that appendix A1 defines, against least squares, NumPy and algebra."""
 
 import math
 

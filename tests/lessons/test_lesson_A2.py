@@ -1,4 +1,4 @@
-"""The modules and training loops that appendix A2 defines, against NumPy's least squares and torch's own modules."""
+"""The modules and training loops that appendix A2 defines, against NumPy and torch."""
 
 import numpy as np
 import pytest

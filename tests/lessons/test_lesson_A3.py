@@ -1,4 +1,4 @@
-"""The functions that appendix A3 defines, against torch's own broadcasting, distances and gradients."""
+"""The functions that appendix A3 defines, against torch's broadcasting and gradients."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_merge_is_tile_and_concat_once_the_weights_are_shared(lesson, sizes):
     assert out == 1 or not torch.allclose(before, merge(a, b))
 
 
-@each("seed", range(3))
+@each("seed", range(2))
 def test_a_missing_dimension_makes_the_fit_learn_the_mean(lesson, monkeypatch, seed):
     monkeypatch.setattr(lesson, "seed", seed)
     y = (5 * X + 3).squeeze(1)

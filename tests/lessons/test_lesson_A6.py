@@ -139,6 +139,7 @@ def test_the_folder_dataset_is_a_sequence_in_a_fixed_order(lesson, folder):
         dataset[12]
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @each("workers, count", [(1, 3), (2, 3), (3, 2), (4, 3)])
 def test_sharded_by_worker_every_picture_comes_once_and_unsharded_once_a_worker(
     lesson, shards, workers, count
@@ -243,6 +244,7 @@ def test_epochs_leave_no_process_no_open_file_and_no_shared_memory(lesson, folde
     ]
 
 
+@pytest.mark.full
 def test_the_script_of_the_lesson_runs_where_workers_are_not_forked_from_it(lesson, folder):
     assert lesson.SCRIPT.count('"spawn"') == 1
     (folder / "train.py").write_text(lesson.SCRIPT.replace('"spawn"', '"forkserver"'))

@@ -1,4 +1,4 @@
-"""Every lesson refuses a wrong parameter in its second code cell, in one sentence, before any work."""
+"""Every lesson refuses a wrong parameter in one sentence, before any work."""
 
 import re
 

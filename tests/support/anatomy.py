@@ -1,4 +1,4 @@
-"""The rules that every lesson keeps: one small function each, which returns complaints in full sentences."""
+"""The rules that every lesson keeps: one small function each, which returns its complaints."""
 
 import ast
 import re
@@ -20,7 +20,7 @@ OLD_NAMES = (
     r"|get_autocast_gpu_dtype|get_autocast_cpu_dtype|allow_tf32|torch\.autocast_mode"
 )
 
-# An absolute path, except where every Linux has it; an address in memory; an edit of the search path.
+# An absolute path that not every Linux has, an address in memory, an edit of the search path.
 PRIVATE = (
     r"""(?m:^|(?<=[\s"'`(=>]))/(?!dev/|proc/)\w[\w.-]*/[a-zA-Z_.][\w.-]*"""
     r"|\b[A-Z]:\\\w+|0x[0-9a-f]{9,}|sys\.path\b"
@@ -173,7 +173,8 @@ def navigation_is_up_to_date(nb, path):
     last = nb.cells[-1]
     if "navigation" not in tags(last) or last.source != outline.navigation(path):
         return [
-            "The last cell is not the navigation, or it is stale: run python -m amp_utils.course outline."
+            "The last cell is not the navigation, or is stale: "
+            "run python -m amp_utils.course outline."
         ]
     return []
 

@@ -9,8 +9,8 @@ from typing import Any
 def each(names: str, values: Iterable[Any]) -> Callable[[Callable], Callable]:
     """Call the test with each of the values in turn; a failure carries a note that says with which.
 
-    As with `parametrize`, `names` may be several, with commas between them, where each value is a tuple. Fixtures are
-    made once for all the values.
+    As with `parametrize`, `names` may be several, with commas between them, and each value then is
+    a tuple. Fixtures are made once for all the values.
     """
     keys = [name.strip() for name in names.split(",")]
     cases = [dict(zip(keys, value if len(keys) > 1 else [value], strict=True)) for value in values]

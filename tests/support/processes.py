@@ -1,7 +1,7 @@
 """The one place where tests wait for other processes.
 
-They wait for an event, never for a time. Each wait ends after LIMIT seconds, which no busy machine needs: it only keeps
-a bug from hanging the whole run.
+They wait for an event, never for a time. Each wait ends after LIMIT seconds, which no busy machine
+needs: it only keeps a bug from hanging the whole run.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def ended(*process_ids: int) -> bool:
 
 @contextlib.contextmanager
 def patience(seconds: int = LIMIT) -> Iterator[None]:
-    """Make whatever blocks in the body (a pipe, a launch, a lock) fail the test instead of hanging it."""
+    """Fail the test where its body blocks (on a pipe, a launch, a lock) instead of hanging."""
 
     def give_up(*_) -> None:
         raise AssertionError(f"nothing came to an end in {seconds} seconds")
