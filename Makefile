@@ -45,7 +45,7 @@ test: ready  ## check units and anatomy, then every notebook against its saved o
 test-all: ready  ## check everything: what takes long too, and the notebooks with one and with two threads
 	@status=0; \
 	$(UNITS) || status=1; \
-	$(MAKE) --no-print-directory validate || status=1; \
+	$(MAKE) --no-print-directory validate THREADS=1 || status=1; \
 	$(MAKE) --no-print-directory validate THREADS=2 || status=1; \
 	exit $$status
 
