@@ -10,10 +10,11 @@ BIN := .venv/bin
 # A lesson is validated on the CPU, whatever the machine has. Kernels side by side with more threads than cores spin
 # against each other, so two workers get one thread each, and more threads get one worker.
 ON_CPU := CUDA_VISIBLE_DEVICES=
+UNITS := $(ON_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests amp_utils
 WORKERS := $(if $(filter 1,$(THREADS)),-n 2 --dist loadscope,-n 0)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab run sweep save test validate claims handout slides bench lint format clean ready
+.PHONY: help lab run sweep save test test-all validate claims handout slides bench lint format clean ready
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -35,10 +36,17 @@ sweep: ready  ## run a lesson for all combinations of values (NB=12 P="--set pre
 save: ready  ## run lessons on the CPU and keep their outputs in notebooks/ (NB=12: one lesson)
 	@$(BIN)/python -m amp_utils.course run --save $(NB)
 
-test: ready  ## check everything: units, promises, then every notebook against its saved outputs
+test: ready  ## check units and anatomy, then every notebook against its saved outputs (4 minutes)
 	@status=0; \
-	$(ON_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests amp_utils || status=1; \
+	$(UNITS) -m "not full" || status=1; \
 	$(MAKE) --no-print-directory validate || status=1; \
+	exit $$status
+
+test-all: ready  ## check everything: what takes long too, and the notebooks with one and with two threads
+	@status=0; \
+	$(UNITS) || status=1; \
+	$(MAKE) --no-print-directory validate THREADS=1 || status=1; \
+	$(MAKE) --no-print-directory validate THREADS=2 || status=1; \
 	exit $$status
 
 validate: ready  ## check only the notebooks against their saved outputs (THREADS=2: with two threads)

@@ -6,8 +6,9 @@ import gfloat
 import pytest
 import torch
 from gfloat import formats as gf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 
 from amp_utils import formats
 from amp_utils.formats import BF16, E4M3FN, E5M2, FORMATS, FP16, FP32, FP64, TF32
@@ -23,12 +24,9 @@ GFLOAT = {
 NARROW = [FP16, BF16, E4M3FN, E5M2]
 BITS_DTYPE = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
-every = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-with_dtype = pytest.mark.parametrize(
-    "format", [f for f in FORMATS.values() if f.dtype], ids=lambda f: f.name
-)
-narrow = pytest.mark.parametrize("format", NARROW, ids=lambda f: f.name)
-in_its_own_time = settings(deadline=None)  # the machine may be busy
+every = each("format", FORMATS.values())
+with_dtype = each("format", [f for f in FORMATS.values() if f.dtype])
+narrow = each("format", NARROW)
 any_format = st.sampled_from(list(FORMATS.values()))
 
 
@@ -117,7 +115,7 @@ def test_limits_are_those_of_finfo(format):
         assert format.smallest_subnormal == next_to_zero.item()
 
 
-@pytest.mark.parametrize("dtype", [f.dtype for f in FORMATS.values() if f.dtype])
+@each("dtype", [f.dtype for f in FORMATS.values() if f.dtype])
 @every
 def test_rounding_keeps_dtype_and_shape_and_leaves_its_argument_alone(format, dtype):
     x = torch.linspace(-3, 3, 24).reshape(2, 3, 4).to(dtype)
@@ -158,7 +156,6 @@ def test_a_tf32_pattern_is_the_upper_19_bits_of_float32():
 # ---- against gfloat, for float64 numbers too
 
 
-@in_its_own_time
 @given(st.sampled_from(list(GFLOAT)), st.data())
 def test_decoding_agrees_with_gfloat(format, data):
     bits = data.draw(st.integers(0, (1 << format.bits) - 1))
@@ -166,7 +163,6 @@ def test_decoding_agrees_with_gfloat(format, data):
     assert math.isnan(ours) and math.isnan(theirs) or (ours, str(ours)) == (theirs, str(theirs))
 
 
-@in_its_own_time
 @given(st.sampled_from(list(GFLOAT)), st.floats(allow_nan=False))
 def test_encoding_and_rounding_agree_with_gfloat(format, value):
     rounded = gfloat.round_float(GFLOAT[format], value, sat=format.finite_only)
@@ -179,7 +175,6 @@ def test_encoding_and_rounding_agree_with_gfloat(format, value):
 # ---- properties
 
 
-@in_its_own_time
 @given(any_format, st.floats(allow_nan=False))
 def test_tensor_and_scalar_rounding_are_one(format, value):
     ours = format.round(torch.tensor([value], dtype=torch.float64)).item()
@@ -187,7 +182,6 @@ def test_tensor_and_scalar_rounding_are_one(format, value):
     assert (ours, str(ours)) == (theirs, str(theirs))
 
 
-@in_its_own_time
 @given(any_format, st.data())
 def test_decode_then_encode_is_the_identity(format, data):
     bits = data.draw(st.integers(0, (1 << format.bits) - 1))
@@ -197,7 +191,6 @@ def test_decode_then_encode_is_the_identity(format, data):
     assert (sign << format.exponent_bits | exponent) << format.mantissa_bits | mantissa == bits
 
 
-@in_its_own_time
 @given(any_format, st.data())
 def test_ulp_leads_to_the_next_bit_pattern(format, data):
     bits = data.draw(st.integers(0, format.encode(format.max) - 1))
@@ -206,14 +199,12 @@ def test_ulp_leads_to_the_next_bit_pattern(format, data):
     assert format.ulp(-value) == format.ulp(value)
 
 
-@in_its_own_time
 @given(any_format, st.floats(allow_nan=False, allow_infinity=False))
 def test_rounding_errs_by_half_an_ulp_at_most(format, value):
     if abs(value) <= format.max:
         assert abs(format.decode(format.encode(value)) - value) <= format.ulp(value) / 2
 
 
-@in_its_own_time
 @given(any_format, st.floats(allow_nan=False), st.floats(allow_nan=False))
 def test_rounding_keeps_the_order(format, a, b):
     low, high = sorted([a, b])
@@ -261,7 +252,7 @@ def test_facts_of_the_course():
     assert math.isnan(FP16.ulp(math.nan)) and FP16.ulp(math.inf) == math.inf
 
 
-@pytest.mark.parametrize("key", ["fp16", torch.float16, FP16])
+@each("key", ["fp16", torch.float16, FP16])
 def test_a_format_is_found_by_name_dtype_or_itself(key):
     assert formats.of(key) is FP16
 

@@ -1,4 +1,4 @@
-"""Figures draw the data they are given; nbval does not compare pictures, so the data is checked here."""
+"""Figures draw the data they are given: nbval compares no pictures, so these tests do."""
 
 import math
 
