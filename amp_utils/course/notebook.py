@@ -99,7 +99,7 @@ def read(path: Path) -> "NotebookNode":
     import nbformat
 
     with _damage_named(path):
-        node = nbformat.convert(nbformat.reader.reads(path.read_text("utf-8")), to_version=4)
+        node = nbformat.v4.reads(path.read_text("utf-8"))
         nbformat.validate(node)
     return node
 

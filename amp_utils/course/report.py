@@ -25,7 +25,7 @@ Lines = dict[str, dict[Any, float]]  # y by x, by label
 
 
 def outward(url: str) -> str:
-    """Keep anchors and web links; drop links to other lessons, which are not copied next to a run."""
+    """Keep anchors and web links; drop those to other lessons, which are not next to a run."""
     return url if url.startswith("#") or "://" in url else ""
 
 

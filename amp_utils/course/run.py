@@ -30,7 +30,8 @@ from rich.table import Column, Table
 from amp_utils.course import CourseError, notebook, shown, write_whole
 
 Step = Callable[..., None]  # nbclient calls it with cell and cell_index after each executed cell
-logging.getLogger("papermill").setLevel(logging.CRITICAL)  # our sentences say what it would log
+for name in ("papermill", "asyncio"):  # our sentences say what these would log
+    logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class LessonFailed(Exception):
