@@ -27,6 +27,7 @@ from amp_utils.course.grid import Grid, Parameters
 from amp_utils.course.run import LessonFailed, progress_bar, run_lesson
 from amp_utils.lesson import validate, whole
 
+Result = tuple[str, str | None]  # the name of a run, and why it failed
 LARGE = 100  # runs; more are rarely meant
 NOTE = "sweep.json"  # what is swept in a folder
 LOCK = ".lock"  # of a sweep's folder, and of each run's
@@ -67,9 +68,7 @@ def taken(out: Path, lesson: Path, grid: Grid) -> Iterator[None]:
         yield
 
 
-def execute(
-    lesson: Path, folder: Path, parameters: Parameters, jobs: int
-) -> tuple[str, str | None]:
+def execute(lesson: Path, folder: Path, parameters: Parameters, jobs: int) -> Result:
     """Execute one run unless it is finished; returns its name, and the reason if it failed."""
 
     def go_on(**_: Any) -> None:
@@ -93,13 +92,10 @@ def sweep(lesson: Path, grid: Grid, out: Path) -> int:
 
     Returns the exit status. Raises CourseError if the lesson refuses a value or `out` is taken.
     """
-    runs, failures, stopped = grids.points(grid), {}, []
+    runs, failures = grids.points(grid), {}
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    with (
-        joblib.Parallel(
-            batch_size=1, pre_dispatch="n_jobs", return_as="generator_unordered"
-        ) as parallel,
-    ):
+    eager = {"batch_size": 1, "pre_dispatch": "n_jobs", "return_as": "generator_unordered"}
+    with joblib.Parallel(**eager) as parallel:
         checked = parallel([joblib.delayed(grids.refusals)(lesson, list(runs.values()))])
         from amp_utils.course import report  # takes seconds, while the first worker checks
 
@@ -109,22 +105,20 @@ def sweep(lesson: Path, grid: Grid, out: Path) -> int:
         with taken(out, lesson, grid), progress_bar(console) as bar:
             missing = [name for name in runs if not (out / name / lesson.name).exists()]
             task = bar.add_task("runs", total=len(runs), completed=len(runs) - len(missing))
-            run = joblib.delayed(execute)
-            results = parallel(
-                run(lesson, out / name, runs[name], parallel.n_jobs) for name in missing
-            )
+            run, jobs = joblib.delayed(execute), parallel.n_jobs
+            tasks = [run(lesson, out / name, runs[name], jobs) for name in missing]
             try:
-                for name, reason in results:
+                for name, reason in parallel(tasks):
                     failures |= {name: reason} if reason else {}
                     console.print(f"{name}: {'failed' if reason else 'done'}")
                     bar.advance(task)
                     report.page(lesson, out / name)
             except (BrokenProcessPool, CancelledError):
-                what = "A worker was killed or the cluster lost"
-                stopped = [f"{what}: the same command finishes what is missing."]
+                lost = "A worker was killed or the cluster lost"
+                failures[lost] = "the same command finishes what is missing."
             page, finished = report.write(out, lesson, runs, failures)
-    for sentence in [*(f"{name}: {reason}" for name, reason in failures.items()), *stopped]:
-        print(sentence, file=sys.stderr)
+    for name, reason in failures.items():
+        print(f"{name}: {reason}", file=sys.stderr)
     print(f"{finished} of {len(runs)} runs are finished: see {shown(page)}")
     return int(finished < len(runs))
 
