@@ -456,7 +456,7 @@ def test_a_sweep_killed_at_any_write_loses_and_repeats_nothing(course):
     command = [sys.executable, "-c", KILLED_AT_A_WRITE, str(here), str(here.parent)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert 15 < int(done.stdout) < 98, "every write has been a kill"
+    assert 10 < int(done.stdout) < 98, "every write has been a kill"
 
 
 # --- on a cluster
