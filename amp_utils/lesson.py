@@ -120,24 +120,6 @@ def record(**results: str | int | float | bool | list | dict) -> None:
     )
 
 
-def settle(**measured: str | int | float | bool | list) -> None:
-    """Put what was measured for a claim of a source into the executed notebook: `settle(fp16_max=65504.0)`.
-
-    The names are ids in notebooks/claims.toml, and the cell carries a tag `claim:ID` for each; `amp_utils.claims`
-    compares. Like `record`, it shows the names and keeps the values in metadata; JSON has no inf and no nan, so those
-    become words. Raises TypeError as `record` does.
-    """
-    from IPython.display import display
-
-    measured = {name: _finite_or_word(value) for name, value in measured.items()}
-    json.dumps(measured)
-    display(
-        {"text/plain": "claim settled: " + ", ".join(measured)},
-        raw=True,
-        metadata={"amp_utils_claims": measured},
-    )
-
-
 def recorded(notebook: Mapping[str, Any]) -> dict[str, Any]:
     """All results that `record` left in an executed notebook (an nbformat node); later ones win."""
     results: dict[str, Any] = {}
@@ -145,22 +127,6 @@ def recorded(notebook: Mapping[str, Any]) -> dict[str, Any]:
         for output in cell.get("outputs", []):
             results |= output.get("metadata", {}).get("amp_utils", {})
     return results
-
-
-def settled(notebook: Mapping[str, Any]) -> dict[str, Any]:
-    """What `settle` left in an executed notebook: measured value by claim id."""
-    return {
-        name: value
-        for cell in notebook["cells"]
-        for output in cell.get("outputs", [])
-        for name, value in output.get("metadata", {}).get("amp_utils_claims", {}).items()
-    }
-
-
-def _finite_or_word(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_finite_or_word(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_int(value: Any) -> bool:
