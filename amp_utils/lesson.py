@@ -1,4 +1,4 @@
-"""Lesson plumbing: check parameters, compare predictions, let exercises check themselves, record results.
+"""Lesson plumbing: validate parameters, compare predictions, check exercises, record results.
 
 >>> validate({"steps": -1}, steps=whole(1, 1000))
 Traceback (most recent call last):
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class ParameterError(ValueError):
-    """A lesson parameter has a value that the lesson cannot use; the message is one sentence for the learner."""
+    """A parameter has a value that the lesson cannot use; one sentence for the learner."""
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows in place of a traceback (IPython's hook): the sentence alone."""
@@ -23,7 +23,7 @@ class ParameterError(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """What a parameter may be: a test for the value and the words that say so."""
+    """What a parameter may be: a test, and the words for an error message."""
 
     accepts: Callable[[Any], bool]
     allowed: str
@@ -67,7 +67,7 @@ def flag() -> Rule:
 def validate(values: Mapping[str, Any], **rules: Rule) -> None:
     """Check `values[name]` against each rule; `values` is usually the notebook's `globals()`.
 
-    Raises ParameterError for the first value that is not allowed: parameter, value and what is allowed in a sentence.
+    Raises ParameterError for the first bad value, naming parameter, value and what is allowed.
     """
     for name, rule in rules.items():
         if not rule.accepts(values[name]):
@@ -75,7 +75,7 @@ def validate(values: Mapping[str, Any], **rules: Rule) -> None:
 
 
 def predict(guess: Any, answer: Any) -> None:
-    """Print how a prediction compares with what was measured; a guess of None means that none was made."""
+    """Print how a prediction compares with the measured answer; None stands for no prediction."""
     if guess is None:
         print(f"✎ no prediction made; measured: {answer}")
     elif guess == answer:
@@ -85,9 +85,10 @@ def predict(guess: Any, answer: Any) -> None:
 
 
 def check(test: Callable[[], None]) -> Callable[[], None]:
-    """Decorate an exercise's test function: it runs at once and prints its verdict instead of raising.
+    """Run an exercise's test function at once; print a verdict instead of raising.
 
-    ✎ not attempted (the stub still raises NotImplementedError), ✗ and why, or ✓. The returned function runs it again.
+    ✎ not attempted (the stub still raises NotImplementedError), ✗ and why, or ✓. The function that
+    this decorator returns runs the test again.
     """
 
     def run() -> None:
@@ -107,10 +108,10 @@ def check(test: Callable[[], None]) -> Callable[[], None]:
 
 
 def record(**results: str | int | float | bool | list | dict) -> None:
-    """Put a lesson's key results into the executed notebook, where a papermill re-run is read back.
+    """Keep a lesson's key results in the executed notebook, for `recorded` to read back.
 
-    The values go into the metadata of a display output, so that saved pages compare equal across machines; the text
-    shows the names only. Raises TypeError for a value that JSON cannot hold.
+    The values go into the metadata of a display output and its text shows the names only, so that
+    saved outputs compare equal across machines. Raises TypeError for a value that JSON cannot hold.
     """
     from IPython.display import display
 
@@ -121,7 +122,7 @@ def record(**results: str | int | float | bool | list | dict) -> None:
 
 
 def recorded(notebook: Mapping[str, Any]) -> dict[str, Any]:
-    """All results that `record` left in an executed notebook (an nbformat node); later ones win."""
+    """The results that `record` kept in an executed notebook (an nbformat node); later ones win."""
     results: dict[str, Any] = {}
     for cell in notebook["cells"]:
         for output in cell.get("outputs", []):

@@ -17,6 +17,8 @@ from typing import Any
 
 import click
 import torch
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 from amp_utils.course import CourseError, html, notebook, write_whole
 from amp_utils.device import choose_device, describe
@@ -92,10 +94,7 @@ def _parsed(path: Path, parse: Callable[[str], dict]) -> dict:
 
 def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list[str]]:
     """Run a lesson and evaluate each claim right after its cell: values by id, and what failed."""
-    import nbclient
-    from nbclient.exceptions import CellExecutionError, DeadKernelError
-
-    client = nbclient.NotebookClient(
+    client = NotebookClient(
         notebook.read(lesson),
         resources={"metadata": {"path": str(lesson.parent)}},
         extra_arguments=["--IPKernelApp.log_level=50"],  # no traceback after Ctrl-C
@@ -104,28 +103,31 @@ def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list
     missing = [claim for claim in claims if claim.cell not in tags]
     failures = [f"{claim.id}: {lesson.stem} has no cell tagged {claim.cell}." for claim in missing]
     values: dict[str, Any] = {}
-    prepare = "from amp_utils.course.claims import evaluate as _evaluate"
     try:
         with client.setup_kernel():
             for index, cell in enumerate(client.nb.cells):
                 client.execute_cell(cell, index)
-                here = [claim for claim in claims if claim.cell in notebook.tags(cell)]
-                wanted = {
-                    claim.id: f"_evaluate(lambda raised: ({claim.measure}))" for claim in here
-                }
-                request = client.kc.execute(prepare, silent=True, user_expressions=wanted)
-                replies = client.wait_for_reply(request)["content"]["user_expressions"]
-                for name, reply in replies.items():
-                    if reply["status"] == "ok":
-                        text = ast.literal_eval(reply["data"]["text/plain"])
-                        values[name] = json.loads(text, parse_constant=WORDS.get)
-                    else:
-                        failures.append(f"{name}: {reply['ename']}: {reply['evalue']}.")
+                for claim in claims:
+                    if claim.cell in notebook.tags(cell):
+                        try:
+                            values[claim.id] = _value(client, claim)
+                        except CourseError as error:
+                            failures.append(str(error))
     except CellExecutionError as error:
         failures.append(f"{lesson.stem} stopped: {error.ename}: {error.evalue}".splitlines()[0])
     except DeadKernelError:
         failures.append(f"{lesson.stem}: the kernel died, most often for lack of memory.")
     return values, failures
+
+
+def _value(client: NotebookClient, claim: Claim) -> Any:
+    prepare = "from amp_utils.course.claims import evaluate as _evaluate"
+    wanted = {claim.id: f"_evaluate(lambda raised: ({claim.measure}))"}
+    request = client.kc.execute(prepare, silent=True, user_expressions=wanted)
+    reply = client.wait_for_reply(request)["content"]["user_expressions"][claim.id]
+    if reply["status"] != "ok":
+        raise CourseError(f"{claim.id}: {reply['ename']}: {reply['evalue']}")
+    return json.loads(ast.literal_eval(reply["data"]["text/plain"]), parse_constant=WORDS.get)
 
 
 def evaluate(function: Callable[[Callable], Any]) -> str:
