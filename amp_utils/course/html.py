@@ -10,10 +10,7 @@ TEMPLATES = Environment(
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
-<<<<<<< HEAD
     keep_trailing_newline=True,
-=======
->>>>>>> refs/heads/claims
 )
 
 
