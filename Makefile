@@ -71,7 +71,7 @@ lint: ready  ## check code and notebooks with ruff
 	$(BIN)/ruff format --check .
 
 format: ready  ## lay out code and notebooks with ruff
-	$(BIN)/ruff check --fix .
+	$(BIN)/ruff check --fix --exit-zero --quiet .
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and all that was made

@@ -48,7 +48,7 @@ def test_every_prediction_has_the_belief_it_is_aimed_at(part):
         cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", 4).cells
         asked = sum("predict" in cell.metadata.get("tags", []) for cell in cells)
         expected += [name.split("_")[0].lstrip("0") or "0"] * asked
-    assert rows == expected
+    assert rows == expected, f"{part}: a row for each prediction, in the order of the lessons"
 
 
 @each("part", PARTS)
