@@ -81,10 +81,12 @@ def test_a_predicted_output_and_its_answer_come_later():
 
 
 def test_a_full_slide_continues_below_and_keeps_source_and_output_together():
-    long = "\n".join(["x = 1"] * 20)
-    ((first, second),) = deck(
-        cell("text", "## A"), cell("code", long), cell("code", long, output="seen")
-    )
+    def lines(count):
+        return "\n".join(["x = 1"] * count)
+
+    # The second source alone would still fit on the first slide.
+    cells = [cell("code", lines(20)), cell("code", lines(8), output="seen")]
+    ((first, second),) = deck(cell("text", "## A"), *cells)
     assert [len(first), len(second)] == [2, 2] and second[1].outputs[0].text == "seen"
 
 
