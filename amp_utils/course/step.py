@@ -1,60 +1,60 @@
-"""A training step of the recipe taken apart: how much of it is products, casts, pointwise work, optimizer."""
+"""Training steps to measure, and the parts that a step's time goes to."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_utils import models
-
-KINDS = {"mm": "products", "addmm": "products", "_to_copy": "casts"}  # the rest is pointwise
+Run = Callable[[], object]
 PARTS = ("products", "casts", "pointwise, loss", "optimizer")
+KINDS = {"mm": "products", "addmm": "products", "_to_copy": "casts"}
 
 
-class Recipe:
-    """Training steps of the recipe: three linear layers of `width` neurons under autocast."""
+class Steps:
+    """Training steps of a network on one batch, under autocast unless `dtype` is float32."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, width: int, batch: int) -> None:
-        self.net = models.mlp(width, width, width).to(device)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-3)
-        self.inputs, self.targets = torch.randn(2, batch, width, device=device)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    def __init__(
+        self, net: nn.Module, inputs: Tensor, targets: Tensor, dtype: torch.dtype, Optimizer: type
+    ) -> None:
+        device = inputs.device.type
+        self.net, self.inputs, self.targets = net.to(device), inputs, targets
+        self.optimizer = Optimizer(self.net.parameters(), lr=1e-3)
+        self.scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+        self.autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
 
-    def gradients(self, scaler) -> None:
+    def gradients(self) -> None:
         self.optimizer.zero_grad()
         with self.autocast:
             loss = nn.functional.mse_loss(self.net(self.inputs), self.targets)
-        scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()
 
-    def update(self, scaler) -> None:
-        scaler.step(self.optimizer)
-        scaler.update()
+    def update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
-    def train(self, steps: int = 1, scaler=None) -> None:
-        """Take steps, with the recipe's own scaler unless another is given."""
-        for _ in range(steps):
-            self.gradients(scaler or self.scaler)
-            self.update(scaler or self.scaler)
+    def train(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.gradients()
+            self.update()
 
-    def parts(self) -> dict[str, Callable[[], None]]:
-        """The whole step, and each kind of its work alone: its kernels in order, on its tensors."""
-        with Trace() as forward_backward:
-            self.gradients(self.scaler)
+    def parts(self) -> dict[str, Run]:
+        """For each part the kernels of a step, with the tensors they had there, to run alone."""
+        calls: dict[str, list[Run]] = {part: [] for part in PARTS}
+        with Trace() as gradients:
+            self.gradients()
+        for call in gradients.calls:
+            kind = KINDS.get(call.func.overloadpacket.__name__, "pointwise, loss")
+            calls[kind].append(call)
         with Trace() as update:
-            self.update(self.scaler)
-        calls: dict[str, list[partial]] = {part: [] for part in PARTS}
-        for call in forward_backward.calls:
-            name = call.func.overloadpacket.__name__
-            calls[KINDS.get(name, "pointwise, loss")].append(call)
+            self.update()
         calls["optimizer"] = update.calls
-        return {"step": self.train, **{part: partial(replay, calls[part]) for part in PARTS}}
+        return {part: partial(replay, calls[part]) for part in PARTS}
 
 
 class Trace(TorchDispatchMode):
-    """Collects the kernels that run in a block, with their arguments."""
+    """Collects the kernels that run in a block, with their arguments; views cost nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,14 +68,13 @@ class Trace(TorchDispatchMode):
 
 
 @torch.no_grad()
-def replay(calls: Sequence[partial]) -> None:
-    """Run the kernels again."""
-    for call in calls:
-        call()
+def replay(calls: Sequence[Run]) -> None:
+    """Results are kept to the end: as in the step, each takes memory that is not in the caches."""
+    _ = [call() for call in calls]
 
 
 def gain_by_parts(*seconds: float) -> float:
-    """The gain that the parts predict over the measured one.
+    """The gain that the parts predict, relative to the measured one.
 
     `seconds` are those of a float32 step and its parts, then of a 16-bit step and its parts.
 
@@ -87,14 +86,16 @@ def gain_by_parts(*seconds: float) -> float:
     return sum(fp32_parts) / sum(low_parts) / (fp32 / low)
 
 
-def table(name: str, fp32: Sequence[float], low: Sequence[float]) -> str:
-    """Where the seconds of a step go, step and parts given, and whether the parts explain its gain."""
-    rows = {"step": (fp32[0], low[0]), "sum of its parts": (sum(fp32[1:]), sum(low[1:]))}
-    rows |= dict(zip([f"  {part}" for part in PARTS], zip(fp32[1:], low[1:]), strict=True))
-    lines = [f"\n{name:<24}{'fp32, ms':>12}{'16 bits, ms':>12}{'ratio':>9}"]
-    for row, (wide, narrow) in rows.items():
-        ratio = f"{wide / narrow:9.3f}" if "casts" not in row else ""
-        lines.append(f"{row:<24}{1e3 * wide:12.2f}{1e3 * narrow:12.2f}{ratio}")
-    apart = gain_by_parts(*fp32, *low) - 1
+def table(name: str, seconds: Sequence[float]) -> str:
+    """Where the time goes, and whether the parts explain the gain; `seconds` as above."""
+    half = len(seconds) // 2
+    pairs = list(zip(seconds[:half], seconds[half:], strict=True))
+    total = tuple(map(sum, zip(*pairs[1:], strict=True)))
+    lines = [f"\n{name:<24}{'fp32, ms':>12}{'16 bits, ms':>13}{'gain':>8}"]
+    rows = zip(("step", *PARTS, "sum of the parts"), (*pairs, total), strict=True)
+    for row, (fp32, low) in rows:
+        gain = "–" if row == "casts" else f"{fp32 / low:.3f}"
+        lines.append(f"{row:<24}{1e3 * fp32:12.2f}{1e3 * low:13.2f}{gain:>8}")
+    apart = gain_by_parts(*seconds) - 1
     within = "within" if abs(apart) <= 0.1 else "not within"
-    return "\n".join([*lines, f"The parts predict the gain to {apart:+.1%}: {within} 10%."])
+    return "\n".join([*lines, f"The parts predict the gain to {apart:+.1%}, {within} 10%."])
