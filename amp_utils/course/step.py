@@ -1,4 +1,4 @@
-"""Training steps to measure, and the parts that a step's time goes to."""
+"""Training steps to measure, and the parts of the time that a step takes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,19 +8,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Run = Callable[[], object]
-PARTS = ("products", "casts", "pointwise, loss", "optimizer")
 KINDS = {"mm": "products", "addmm": "products", "_to_copy": "casts"}
+PARTS = ("products", "casts", "pointwise, loss", "optimizer")
 
 
 class Steps:
     """Training steps of a network on one batch, under autocast unless `dtype` is float32."""
 
     def __init__(
-        self, net: nn.Module, inputs: Tensor, targets: Tensor, dtype: torch.dtype, Optimizer: type
+        self, net: nn.Module, batch: Sequence[Tensor], dtype: torch.dtype, kind=torch.optim.SGD
     ) -> None:
-        device = inputs.device.type
-        self.net, self.inputs, self.targets = net.to(device), inputs, targets
-        self.optimizer = Optimizer(self.net.parameters(), lr=1e-3)
+        self.inputs, self.targets = batch
+        self.net, device = net.to(self.inputs.device), self.inputs.device.type
+        self.optimizer = kind(self.net.parameters(), lr=1e-3)
         self.scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
         self.autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
 
@@ -39,22 +39,21 @@ class Steps:
             self.gradients()
             self.update()
 
-    def parts(self) -> dict[str, Run]:
-        """For each part the kernels of a step, with the tensors they had there, to run alone."""
+    def parts(self) -> list[Run]:
+        """Each of PARTS alone: its kernels in order, with the tensors that they get in a step."""
         calls: dict[str, list[Run]] = {part: [] for part in PARTS}
-        with Trace() as gradients:
+        with Trace() as trace:
             self.gradients()
-        for call in gradients.calls:
-            kind = KINDS.get(call.func.overloadpacket.__name__, "pointwise, loss")
-            calls[kind].append(call)
-        with Trace() as update:
+        for call in trace.calls:
+            calls[KINDS.get(call.func.overloadpacket.__name__, "pointwise, loss")].append(call)
+        with Trace() as trace:
             self.update()
-        calls["optimizer"] = update.calls
-        return {part: partial(replay, calls[part]) for part in PARTS}
+        calls["optimizer"] = trace.calls
+        return [partial(replay, calls[part]) for part in PARTS]
 
 
 class Trace(TorchDispatchMode):
-    """Collects the kernels that run in a block, with their arguments; views cost nothing."""
+    """Collects the kernels that run in a block, with their arguments; views are free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,12 +68,12 @@ class Trace(TorchDispatchMode):
 
 @torch.no_grad()
 def replay(calls: Sequence[Run]) -> None:
-    """Results are kept to the end: as in the step, each takes memory that is not in the caches."""
+    """Keep the results to the end: in a step, too, they take new memory that no cache holds."""
     _ = [call() for call in calls]
 
 
 def gain_by_parts(*seconds: float) -> float:
-    """The gain that the parts predict, relative to the measured one.
+    """The gain that the parts predict over the measured one.
 
     `seconds` are those of a float32 step and its parts, then of a 16-bit step and its parts.
 
@@ -86,16 +85,16 @@ def gain_by_parts(*seconds: float) -> float:
     return sum(fp32_parts) / sum(low_parts) / (fp32 / low)
 
 
-def table(name: str, seconds: Sequence[float]) -> str:
-    """Where the time goes, and whether the parts explain the gain; `seconds` as above."""
+def table(name: str, seconds: Sequence[float], gain_by_parts: float) -> str:
+    """Where a step's time goes, and how well the parts explain the gain."""
     half = len(seconds) // 2
-    pairs = list(zip(seconds[:half], seconds[half:], strict=True))
-    total = tuple(map(sum, zip(*pairs[1:], strict=True)))
-    lines = [f"\n{name:<24}{'fp32, ms':>12}{'16 bits, ms':>13}{'gain':>8}"]
-    rows = zip(("step", *PARTS, "sum of the parts"), (*pairs, total), strict=True)
-    for row, (fp32, low) in rows:
-        gain = "–" if row == "casts" else f"{fp32 / low:.3f}"
-        lines.append(f"{row:<24}{1e3 * fp32:12.2f}{1e3 * low:13.2f}{gain:>8}")
-    apart = gain_by_parts(*seconds) - 1
-    within = "within" if abs(apart) <= 0.1 else "not within"
-    return "\n".join([*lines, f"The parts predict the gain to {apart:+.1%}, {within} 10%."])
+    rows = dict(
+        zip(("step", *PARTS), zip(seconds[:half], seconds[half:], strict=True), strict=True)
+    )
+    rows["sum of the parts"] = sum(seconds[1:half]), sum(seconds[half + 1 :])
+    lines = [f"\n{name:<20}{'fp32, ms':>10}{'16 bits, ms':>13}{'gain':>8}"]
+    for row, (fp32, low) in rows.items():
+        gain = "" if row == "casts" else f"{fp32 / low:8.3f}"
+        lines.append(f"{row:<20}{1e3 * fp32:10.2f}{1e3 * low:13.2f}{gain}")
+    within = "within" if abs(gain_by_parts - 1) <= 0.1 else "not within"
+    return "\n".join([*lines, f"Gain by the parts: {gain_by_parts - 1:+.1%}, {within} 10%."])
