@@ -1,8 +1,8 @@
 """Benchmarks: ratios of interleaved runs, each with a 95% interval of its median.
 
 They need torch, matplotlib and click; sweeps are left out where papermill and joblib are missing.
-One thread on a CPU is timed by the wall clock and in CPU time, and the clock with the narrower
-interval counts. More threads spin while they wait, so only the wall clock times them.
+A CPU computes with one thread, timed by the wall clock and in CPU time: the clock with the narrower
+interval counts. (More threads would spin while they wait, and CPU time count that as work.)
 """
 
 import json
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -69,21 +69,19 @@ class Result:
             return "broken"
         return "kept" if self.floor <= low and high <= self.bar else "cannot tell"
 
-    def row(self) -> dict[str, str | float | None]:
-        """What is printed and written."""
-        low, high = self.interval
-        row = {"pair": self.name, "median": median(self.values), "low": low, "high": high}
-        row |= {"bar": self.bar, "repeats": len(self.values), "clock": self.clock}
-        return row | {"verdict": self.verdict}
+    def __str__(self) -> str:
+        numbers = "".join(f"{number:8.3f}" for number in (median(self.values), *self.interval))
+        bar = "" if self.bar is None else f"{self.bar:.3f}"
+        about = f"{bar:>8}{len(self.values):>4}  {self.clock:<6}{self.verdict}"
+        return f"{self.name:<44}{numbers}{about}".rstrip()
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Measures on a device, by the clocks that can be trusted there."""
+    """Measures on a device; `tables` collects what is printed below the results."""
 
     device: torch.device
     repeats: int
-    clocks: Sequence[str] = ("wall",)
     tables: list[str] = field(default_factory=list)
 
     @property
@@ -94,23 +92,28 @@ class Bench:
         named = dict(enumerate(runs))
         return [*compare(named, times * self.repeats, warmup, self.device, patience).values()]
 
-    def result(self, name: str, statistic: Callable, taken: Sequence[Timing], **limits) -> Result:
-        """`statistic` of the times in each repeat, by the clock with the narrower interval."""
-        results = [
-            Result(name, [*map(statistic, *map(CLOCKS[clock], taken))], clock, **limits)
-            for clock in self.clocks
+    def result(self, name: str, statistic: Callable, taken: Sequence[Timing], **how) -> Result:
+        """`statistic` of the times in each repeat, by the clock with the narrower interval.
+
+        On a GPU, and where `wall` is true, by the wall clock.
+        """
+        wall_only = how.pop("wall", False) or self.device.type != "cpu"
+        found = [
+            Result(name, [*map(statistic, *map(times, taken))], clock, **how)
+            for clock, times in CLOCKS.items()
+            if clock == "wall" or not wall_only
         ]
-        return min(results, key=lambda result: result.interval[1] - result.interval[0])
+        return min(found, key=lambda result: result.interval[1] - result.interval[0])
 
-    def pair(self, name: str, *runs: Run, bar: float | None = None, **how) -> list[Result]:
+    def pair(self, name: str, *runs: Run, bar=None, wall=False, **how) -> list[Result]:
         """How many times longer the first of two runs takes."""
-        return [self.result(name, truediv, self.time(runs, **how), bar=bar)]
+        return [self.result(name, truediv, self.time(runs, **how), bar=bar, wall=wall)]
 
-    def growth(self, name: str, runs: Mapping[int, Run], **how) -> list[Result]:
+    def growth(self, name: str, runs: Mapping[int, Run], wall=False, **how) -> list[Result]:
         """The exponent with which time grows, from runs by size."""
         name = f"exponent of {name} ({', '.join(map(str, runs))})"
         taken = self.time([*runs.values()], **how)
-        return [self.result(name, partial(exponent, [*runs]), taken, bar=1.1)]
+        return [self.result(name, partial(exponent, [*runs]), taken, bar=1.1, wall=wall)]
 
     def perceptron(self, dtype: torch.dtype, width: int = 0, batch: int = 0) -> Steps:
         """The recipe's three linear layers; their default size suits the device."""
@@ -143,7 +146,7 @@ def exponent(sizes: Sequence[int], *seconds: float) -> float:
     return linear_regression([*map(math.log, sizes)], [*map(math.log, seconds)]).slope
 
 
-def recipe(bench: Bench, width: int = 512, batch: int = 256, **how) -> list[Result]:
+def recipe(bench: Bench, width=512, batch=256, **how) -> list[Result]:
     """What 16 bits gain in a step and in its products alone, and whether its parts explain that."""
     name, runs = f"recipe {width}/{batch}", []
     for dtype in (torch.float32, bench.low):
@@ -227,9 +230,9 @@ def sweep_of(root: Path, grid: Mapping[str, Sequence]) -> Run:
 
 
 def sweep(bench: Bench) -> list[Result]:
-    how = {"bar": 0.666, "warmup": 0, "patience": 40}
-    runs, wall = (sweep_of(ROOT, GRID), command_line("-c", LOOP)), replace(bench, clocks=["wall"])
-    return wall.pair("sweep with 2 jobs / papermill loop", *runs, **how)
+    how = {"bar": 0.666, "wall": True, "warmup": 0, "patience": 40}
+    runs = sweep_of(ROOT, GRID), command_line("-c", LOOP)
+    return bench.pair("sweep with 2 jobs / papermill loop", *runs, **how)
 
 
 def points(bench: Bench) -> list[Result]:
@@ -242,7 +245,7 @@ def points(bench: Bench) -> list[Result]:
         path.parent.mkdir()
         path.write_text(json.dumps(lesson))
         runs = {count: sweep_of(Path(root), {"n": range(count)}) for count in (2, 4, 8)}
-        return replace(bench, clocks=["wall"]).growth("points of a sweep", runs, warmup=0)
+        return bench.growth("points of a sweep", runs, wall=True, warmup=0)
 
 
 BENCHMARKS = recipe, large, checkerboard, loop, recorder, ledger, imports, steps, pixels
@@ -250,40 +253,33 @@ SWEEPS = sweep, points
 PAIRS = {pair.__name__: pair for pair in BENCHMARKS + SWEEPS}
 
 
-def line(row: Mapping) -> str:
-    """A row of the table."""
-    texts = [f"{x:.3f}" if isinstance(x, float) else x or "" for x in row.values()]
-    return "{:<42}{:>8}{:>8}{:>8}{:>7}{:>9}  {:<6}{}".format(*texts).rstrip()
-
-
 @click.command(help=f"Measure gains and overheads as ratios: all, or some of {', '.join(PAIRS)}.")
 @click.argument("pairs", nargs=-1, metavar="[PAIR]...")
 @click.option("--device", default="auto", help="auto, cpu or cuda")
 @click.option("--repeats", type=int, default=21, help="how often each run is timed, at most")
-@click.option("--threads", type=int, default=1, help="threads to compute with on a CPU")
 @click.pass_obj
-def command(root: Path, pairs: Sequence[str], device: str, repeats: int, threads: int) -> int:
+def command(root: Path, pairs: Sequence[str], device: str, repeats: int) -> int:
     device = choose_device(device)
-    validate({"repeats": repeats, "threads": threads}, repeats=whole(2), threads=whole(1))
+    validate({"repeats": repeats}, repeats=whole(2))
     if unknown := [pair for pair in pairs if pair not in PAIRS]:
         raise CourseError(f"{unknown[0]!r} is not a benchmark: give {', '.join(PAIRS)}.", 2)
     chosen = [PAIRS[name] for name in pairs or PAIRS]
     if any(find_spec(name) is None for name in ("papermill", "joblib")) or os.cpu_count() < 2:
         print("Sweeps are not measured: that needs papermill, joblib and two cores.")
         chosen = [pair for pair in chosen if pair not in SWEEPS]
-    torch.set_num_threads(threads)
-    trusted = ["wall", "CPU"] if device.type == "cpu" and threads == 1 else ["wall"]
-    bench, rows = Bench(device, repeats, trusted), []
-    print(line({name: name for name in Result("", [0, 0]).row()}))
+    torch.set_num_threads(1)
+    bench, results = Bench(device, repeats), []
+    print(f"{'':<44}{'median':>8}{'95% interval':>16}{'bar':>8}{'n':>4}  clock")
     for pair in chosen:
         for result in pair(bench):
-            rows.append(result.row())
-            print(line(rows[-1]), flush=True)
+            results.append(
+                asdict(result) | {"interval": result.interval, "verdict": result.verdict}
+            )
+            print(result, flush=True)
     print(*bench.tables, sep="\n")
-    about = {"device": describe(device), "threads": threads, "date": date.today().isoformat()}
+    about = {"device": describe(device), "date": date.today().isoformat()}
     about |= {"python": platform.python_version(), "torch": torch.__version__}
-    about |= {"results": rows, "tables": bench.tables}
     path = root / "runs" / f"bench-{device.type}.json"
     path.parent.mkdir(exist_ok=True)
-    write_whole(path, json.dumps(about, indent=1, ensure_ascii=False))
-    return int(any(row["verdict"] == "broken" for row in rows))
+    write_whole(path, json.dumps(about | {"results": results, "tables": bench.tables}, indent=1))
+    return int(any(result["verdict"] == "broken" for result in results))
