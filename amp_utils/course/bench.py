@@ -13,11 +13,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cached_property, partial
 from importlib.util import find_spec
-from operator import attrgetter, truediv
+from operator import truediv
 from pathlib import Path
 from statistics import linear_regression, median
 from tempfile import TemporaryDirectory
@@ -34,7 +34,6 @@ from amp_utils.lesson import validate, whole
 from amp_utils.scaler import FlightRecorder
 from amp_utils.timing import Timing, compare, interval
 
-CLOCKS = {"wall": attrgetter("seconds"), "CPU": attrgetter("cpu_seconds")}
 INSTRUMENTS = "from amp_utils import formats, ledger, gradients, scaler, timing, device, lesson"
 GRID = {"size": [16], "steps": [60], "precision": ["fp32", "bf16"], "seed": [0, 1, 2, 3]}
 LOOP = f"""
@@ -76,73 +75,70 @@ class Result:
         return f"{self.name:<44}{numbers}{about}".rstrip()
 
 
-@dataclass(frozen=True)
 class Bench:
     """Measures on a device; `tables` collects what is printed below the results."""
 
-    device: torch.device
-    repeats: int
-    tables: list[str] = field(default_factory=list)
-
-    @property
-    def low(self) -> torch.dtype:
-        return torch.bfloat16 if self.device.type == "cpu" else torch.float16
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats, self.on_cpu = device, repeats, device.type == "cpu"
+        self.low = torch.bfloat16 if self.on_cpu else torch.float16
+        # The shorter a step, the more an overhead weighs: every CPU is fast in float32.
+        self.fast = torch.float32 if self.on_cpu else torch.float16
+        self.size = (512, 256) if self.on_cpu else (4096, 512)
+        self.tables: list[str] = []
 
     def time(self, runs: Sequence[Run], times=1, warmup=1, patience=20) -> list[Timing]:
         named = dict(enumerate(runs))
         return [*compare(named, times * self.repeats, warmup, self.device, patience).values()]
 
-    def result(self, name: str, statistic: Callable, taken: Sequence[Timing], **how) -> Result:
+    def result(self, name: str, statistic: Callable, taken, wall=False, **limits) -> Result:
         """`statistic` of the times in each repeat, by the clock with the narrower interval.
 
-        On a GPU, and where `wall` is true, by the wall clock.
+        Only the wall clock counts on a GPU and where `wall` is true.
         """
-        wall_only = how.pop("wall", False) or self.device.type != "cpu"
-        found = [
-            Result(name, [*map(statistic, *map(times, taken))], clock, **how)
-            for clock, times in CLOCKS.items()
-            if clock == "wall" or not wall_only
+        by_clock = {"wall": [timing.seconds for timing in taken]}
+        if self.on_cpu and not wall:
+            by_clock["CPU"] = [timing.cpu_seconds for timing in taken]
+        results = [
+            Result(name, [*map(statistic, *times)], clock, **limits)
+            for clock, times in by_clock.items()
         ]
-        return min(found, key=lambda result: result.interval[1] - result.interval[0])
+        return min(results, key=lambda result: result.interval[1] - result.interval[0])
 
     def pair(self, name: str, *runs: Run, bar=None, wall=False, **how) -> list[Result]:
         """How many times longer the first of two runs takes."""
-        return [self.result(name, truediv, self.time(runs, **how), bar=bar, wall=wall)]
+        return [self.result(name, truediv, self.time(runs, **how), wall, bar=bar)]
 
     def growth(self, name: str, runs: Mapping[int, Run], wall=False, **how) -> list[Result]:
         """The exponent with which time grows, from runs by size."""
-        name = f"exponent of {name} ({', '.join(map(str, runs))})"
+        name = f"exponent of {name} {(*runs,)}"
         taken = self.time([*runs.values()], **how)
-        return [self.result(name, partial(exponent, [*runs]), taken, bar=1.1, wall=wall)]
+        return [self.result(name, partial(exponent, [*runs]), taken, wall, bar=1.1)]
 
-    def perceptron(self, dtype: torch.dtype, width: int = 0, batch: int = 0) -> Steps:
-        """The recipe's three linear layers; their default size suits the device."""
-        size = (512, 256) if self.device.type == "cpu" else (4096, 512)
-        width, batch = width or size[0], batch or size[1]
+    def perceptron(self, dtype: torch.dtype, width: int, batch: int) -> Steps:
+        """Steps of the recipe's three linear layers."""
         data = torch.randn(2, batch, width, device=self.device)
         return Steps(models.mlp(width, width, width), data, dtype)
 
     def painter(self, dtype: torch.dtype, side: int) -> Steps:
         """The checkerboard net, in the form that lesson 12 takes on the device."""
         batch = [models.pixel_grid(side).to(self.device), models.checkerboard(side).to(self.device)]
-        if self.device.type == "cpu":
+        if self.on_cpu:
             return Steps(models.pixel_painter(64), batch, dtype, torch.optim.Adam)
         images = [pixels.T.reshape(1, -1, side, side) for pixels in batch]
         return Steps(models.conv_painter(256), images, dtype, torch.optim.Adam)
 
     def taught(self, steps: Steps, count: int) -> Run:
         """Steps in the training loop of lesson 10, read from its notebook."""
-        lesson = notebook.load("10", device=self.device, on_gpu=self.device.type == "cuda")
-        data = [(steps.inputs, steps.targets)]
-        return partial(lesson.train, "fp32", steps.net, steps.optimizer, steps.scaler, data, count)
+        lesson = notebook.load("10", device=self.device, on_gpu=not self.on_cpu)
+        name, data = (
+            "fp32" if self.on_cpu else "fp16",
+            [(steps.inputs, steps.targets)],
+        )
+        return partial(lesson.train, name, steps.net, steps.optimizer, steps.scaler, data, count)
 
 
 def exponent(sizes: Sequence[int], *seconds: float) -> float:
-    """The slope of the straight line through log(seconds) over log(sizes).
-
-    >>> exponent([1, 2, 4], 3.0, 12.0, 48.0)
-    2.0
-    """
+    """The slope of the straight line through log(seconds) over log(sizes)."""
     return linear_regression([*map(math.log, sizes)], [*map(math.log, seconds)]).slope
 
 
@@ -154,7 +150,8 @@ def recipe(bench: Bench, width=512, batch=256, **how) -> list[Result]:
         runs += [steps.train, *steps.parts()]
     taken = bench.time(runs, **how)
     gain = bench.result(f"{name}: gain by parts / gain", gain_by_parts, taken, bar=1.1, floor=0.9)
-    seconds = [median(CLOCKS[gain.clock](timing)) for timing in taken]
+    by_wall = gain.clock == "wall"
+    seconds = [median(timing.seconds if by_wall else timing.cpu_seconds) for timing in taken]
     bench.tables.append(table(name, seconds, median(gain.values)))
     half = len(taken) // 2
     return [
@@ -165,23 +162,23 @@ def recipe(bench: Bench, width=512, batch=256, **how) -> list[Result]:
 
 
 def large(bench: Bench) -> list[Result]:
-    return recipe(bench, 2048 if bench.device.type == "cpu" else 4096, 512, warmup=0)
+    return recipe(bench, 2048 if bench.on_cpu else 4096, 512, warmup=0)
 
 
 def checkerboard(bench: Bench) -> list[Result]:
-    side = 40 if bench.device.type == "cpu" else 512
+    side = 40 if bench.on_cpu else 512
     runs = [partial(bench.painter(dtype, side).train, 10) for dtype in (torch.float32, bench.low)]
     return bench.pair("checkerboard: fp32 / 16 bits", *runs)
 
 
 def loop(bench: Bench) -> list[Result]:
-    steps = bench.perceptron(torch.float32)  # fast on every CPU, so that an overhead weighs most
+    steps = bench.perceptron(bench.fast, *bench.size)
     runs = bench.taught(steps, 4), partial(steps.train, 4)
     return bench.pair("lesson 10's loop / the same loop bare", *runs, bar=1.02, times=5)
 
 
 def recorder(bench: Bench) -> list[Result]:
-    bare = bench.perceptron(torch.float32)
+    bare = bench.perceptron(bench.fast, *bench.size)
     bare.scaler = torch.amp.GradScaler(bench.device.type)
     watched = copy(bare)  # the same network: only the instrument differs
     watched.scaler = FlightRecorder(bare.scaler)
@@ -190,7 +187,7 @@ def recorder(bench: Bench) -> list[Result]:
 
 
 def ledger(bench: Bench) -> list[Result]:
-    step = bench.perceptron(bench.low).train
+    step = bench.perceptron(bench.low, *bench.size).train
     return bench.pair("ledger / bare step", record()(step), step)
 
 
@@ -213,12 +210,12 @@ def imports(bench: Bench) -> list[Result]:
 
 
 def steps(bench: Bench) -> list[Result]:
-    net = bench.perceptron(torch.float32)
+    net = bench.perceptron(bench.fast, *bench.size)
     return bench.growth("steps", {count: bench.taught(net, count) for count in (4, 8, 16)})
 
 
 def pixels(bench: Bench) -> list[Result]:
-    sides = (32, 64, 128) if bench.device.type == "cpu" else (256, 512, 1024)
+    sides = (32, 64, 128) if bench.on_cpu else (256, 512, 1024)
     return bench.growth("pixels", {s**2: bench.painter(torch.float32, s).train for s in sides})
 
 

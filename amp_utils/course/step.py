@@ -76,9 +76,6 @@ def gain_by_parts(*seconds: float) -> float:
     """The gain that the parts predict over the measured one.
 
     `seconds` are those of a float32 step and its parts, then of a 16-bit step and its parts.
-
-    >>> gain_by_parts(9.0, 6.0, 3.0, 3.0, 2.0, 1.0)
-    1.0
     """
     half = len(seconds) // 2
     (fp32, *fp32_parts), (low, *low_parts) = seconds[:half], seconds[half:]
