@@ -63,8 +63,8 @@ slides: ready  ## open a lesson as a presentation, without a network (NB=06; BRO
 	@$(if $(filter yes no,$(BROWSER)),env -u BROWSER) $(BIN)/python -m amp_utils.course slides $(NB) \
 	  $(if $(filter no,$(BROWSER)),--no-browser)
 
-bench: ready  ## measure speed-ups and the cost of the instruments, as ratios (P="--device cuda")
-	@$(BIN)/python -m amp_utils.course bench $(P)
+bench: ready  ## measure gains and overheads, as ratios (ARGS="recipe loop": some of them, P="--device cuda")
+	@$(BIN)/python -m amp_utils.course bench $(P) $(ARGS)
 
 lint: ready  ## check code and notebooks with ruff
 	$(BIN)/ruff check .
