@@ -7,6 +7,7 @@ rendered from these two.
 
 import ast
 import json
+import logging
 import math
 import tomllib
 from collections.abc import Callable, Sequence
@@ -169,6 +170,7 @@ def publish(notebooks: Path, measured: Measured) -> list[str]:
 @click.option("--render", is_flag=True, help="measure nothing: render the committed values again")
 @click.pass_obj
 def command(root: Path, lessons: tuple[str, ...], render: bool) -> int:
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of a cell that Ctrl-C ends
     notebooks, failures = root / "notebooks", []
     _, claims, measured = read(notebooks)
     origin = {"machine": describe(choose_device()), "torch": torch.__version__}

@@ -55,7 +55,7 @@ def stacks(lesson: NotebookNode) -> list[list[list[NotebookNode]]]:
     columns: list[list[list[NotebookNode]]] = []
     predicted = False
     for cell in lesson.cells:
-        kind = cell.metadata.get("slideshow", {}).get("slide_type")
+        kind = getattr(cell.metadata.get("slideshow"), "slide_type", None)
         if kind == "skip":
             continue
         new = list(parts(cell))

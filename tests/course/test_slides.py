@@ -52,7 +52,7 @@ def test_the_stored_metadata_decides():
     left_out.metadata["slideshow"] = {"slide_type": "skip"}
     begins.metadata["slideshow"] = {"slide_type": "subslide"}
     plain = cell("text", "### Here", "navigation")
-    del plain.metadata["slideshow"]
+    plain.metadata["slideshow"] = "damaged"
     columns = deck(cell("text", "## A\nx"), left_out, begins, plain)
     assert sources(columns) == [[["## A\nx"], ["begins a slide"], ["### Here"]]]
 
