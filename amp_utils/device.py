@@ -3,12 +3,11 @@
 import os
 import platform
 from dataclasses import dataclass
-from statistics import median
-from time import perf_counter
 
 import torch
 
 from amp_utils.lesson import ParameterError
+from amp_utils.timing import compare
 
 
 def choose_device(device: str | torch.device = "auto") -> torch.device:
@@ -53,11 +52,9 @@ def report(device: torch.device) -> list[Capability]:
     gpu = device.type == "cuda"
     in_use = describe(device) if gpu else "none in use; every lesson runs on the CPU"
     cpu = f"{describe(torch.device('cpu'))}, {torch.get_num_threads()} threads"
-    lines = [
-        Capability(True, f"torch {torch.__version__}", f"Python {platform.python_version()}"),
-        Capability(gpu, "CUDA GPU", in_use),
-        Capability(True, "CPU", cpu),
-    ]
+    python = f"Python {platform.python_version()}"
+    lines = [Capability(True, f"torch {torch.__version__}", python)]
+    lines += [Capability(gpu, "CUDA GPU", in_use), Capability(True, "CPU", cpu)]
     baseline = matmul_seconds(torch.float32, device)
     for dtype in (torch.bfloat16, torch.float16):
         ratio = baseline / matmul_seconds(dtype, device)
@@ -98,12 +95,7 @@ def matmul_seconds(
     if device.type != "cpu":
         size = 4096  # a small product would measure the launch, not the GPU
     a = torch.ones(size, size, dtype=dtype, device=device)
-    seconds = []
-    for _ in range(repeats + 1):
-        start = perf_counter()
-        (a @ a).sum().item()  # item() waits for the device
-        seconds.append(perf_counter() - start)
-    return median(seconds[1:])
+    return compare({"product": lambda: a @ a}, repeats, device=device)["product"].median
 
 
 def _instructions() -> str:

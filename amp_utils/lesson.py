@@ -36,27 +36,22 @@ def whole(low: int, high: int | None = None) -> Rule:
     return Rule(lambda value: _is_int(value) and low <= value <= top, f"a whole number {words}")
 
 
-def real(
-    *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
-) -> Rule:
+def real(*, above=-math.inf, at_least=-math.inf, at_most=math.inf) -> Rule:
     """A finite number within the given limits; whole numbers count as numbers."""
 
     def accepts(value: Any) -> bool:
         is_number = _is_int(value) or isinstance(value, float)
         return is_number and math.isfinite(value) and value > above and at_least <= value <= at_most
 
-    limits = [f"above {above:g}"] if above > -math.inf else []
-    limits += [f"at least {at_least:g}"] if at_least > -math.inf else []
-    limits += [f"at most {at_most:g}"] if at_most < math.inf else []
-    return Rule(accepts, " ".join(["a finite number", " and ".join(limits)]).strip())
+    limits = {"above": above, "at least": at_least, "at most": at_most}
+    given = [f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit)]
+    return Rule(accepts, f"a finite number {' and '.join(given)}".strip())
 
 
 def choice(*options: str | int | float) -> Rule:
     """One of the given values, of the same type."""
-    return Rule(
-        lambda value: any(type(value) is type(option) and value == option for option in options),
-        "one of " + ", ".join(map(repr, options)),
-    )
+    typed = [(type(option), option) for option in options]
+    return Rule(lambda value: (type(value), value) in typed, f"one of {', '.join(map(repr, options))}")
 
 
 def flag() -> Rule:
@@ -116,9 +111,8 @@ def record(**results: str | int | float | bool | list | dict) -> None:
     from IPython.display import display
 
     json.dumps(results)  # refuse early, in the cell at fault
-    display(
-        {"text/plain": "recorded: " + ", ".join(results)}, raw=True, metadata={"amp_utils": results}
-    )
+    names = {"text/plain": f"recorded: {', '.join(results)}"}
+    display(names, raw=True, metadata={"amp_utils": results})
 
 
 def recorded(notebook: Mapping[str, Any]) -> dict[str, Any]:

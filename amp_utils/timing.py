@@ -42,10 +42,10 @@ def compare(
     """
     if not runs:
         raise ValueError("runs is empty: give at least one function to time.")
-    if repeats < 1:
-        raise ValueError(f"repeats = {repeats} is not allowed: give a whole number of at least 1.")
-    if warmup < 0:
-        raise ValueError(f"warmup = {warmup} is not allowed: give a whole number of at least 0.")
+    for name, value, least in ("repeats", repeats, 1), ("warmup", warmup, 0):
+        if value < least:
+            allowed = f"give a whole number of at least {least}"
+            raise ValueError(f"{name} = {value} is not allowed: {allowed}.")
     for run in runs.values():
         for _ in range(warmup):
             run()
