@@ -51,7 +51,8 @@ def real(*, above=-math.inf, at_least=-math.inf, at_most=math.inf) -> Rule:
 def choice(*options: str | int | float) -> Rule:
     """One of the given values, of the same type."""
     typed = [(type(option), option) for option in options]
-    return Rule(lambda value: (type(value), value) in typed, f"one of {', '.join(map(repr, options))}")
+    words = ", ".join(map(repr, options))
+    return Rule(lambda value: (type(value), value) in typed, f"one of {words}")
 
 
 def flag() -> Rule:
