@@ -9,6 +9,7 @@ import inspect
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -181,23 +182,12 @@ class LossScaler:
     def is_enabled(self) -> bool:
         return self.enabled
 
-    def get_growth_factor(self) -> float:
-        return self.growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        self.growth_factor = new_factor
-
-    def get_backoff_factor(self) -> float:
-        return self.backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        self.backoff_factor = new_factor
-
-    def get_growth_interval(self) -> int:
-        return self.growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        self.growth_interval = new_interval
+    get_growth_factor = partialmethod(getattr, "growth_factor")
+    set_growth_factor = partialmethod(setattr, "growth_factor")
+    get_backoff_factor = partialmethod(getattr, "backoff_factor")
+    set_backoff_factor = partialmethod(setattr, "backoff_factor")
+    get_growth_interval = partialmethod(getattr, "growth_interval")
+    set_growth_interval = partialmethod(setattr, "growth_interval")
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save after `update`, in the keys of torch's scaler; empty when disabled."""
