@@ -1,8 +1,9 @@
 """The autocast ledger: the dtype every op really ran in, and what autocast's policy for an op is.
 
-It stands at two of torch's own observation points. Above autocast, a TorchFunctionMode sees the call
-that the program wrote and the dtypes it passed; below, a TorchDispatchMode sees the conversions that
-autocast put in front of it, and the kernel that was reached. A row of the ledger is the difference.
+It stands at two of torch's own observation points. Above autocast, a TorchFunctionMode sees the
+call that the program wrote and the dtypes it passed; below, a TorchDispatchMode sees the
+conversions that autocast put in front of it, and the kernel that was reached. A row of the ledger
+is the difference.
 
 >>> layer, x = torch.nn.Linear(4, 2), torch.ones(3, 4)
 >>> with record() as rows:
@@ -43,9 +44,9 @@ _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad
 class Row:
     """One op of a forward pass.
 
-    `inputs` are the floating dtypes that its caller passed, `ran_in` is that of the first kernel that
-    calculated, `output` that of the result (None: no tensor), and `casts` names every conversion of
-    those inputs that autocast inserted, such as "float32→bfloat16".
+    `inputs` are the floating dtypes that its caller passed, `ran_in` is that of the first kernel
+    that calculated, `output` that of the result (None: no tensor), and `casts` names every
+    conversion of those inputs that autocast inserted, such as "float32→bfloat16".
     """
 
     op: str
@@ -60,15 +61,16 @@ def record() -> Iterator[list[Row]]:
     """Record what runs inside the ``with`` block, forward: yields a list that grows a `Row` per op.
 
     Ops that only look, view, copy or allocate have no row, and neither have ops without a
-    floating-point input, nor the backward pass. ``x.float()`` and ``x.to(dtype)`` have a row of their
-    own, with no cast *inserted*. A function such as multi-head attention that calls several ops has a
-    row for each of them; a higher-order op such as `torch.cond` is one row.
+    floating-point input, nor the backward pass. ``x.float()`` and ``x.to(dtype)`` have a row of
+    their own, with no cast *inserted*. A function such as multi-head attention that calls several
+    ops has a row for each of them; a higher-order op such as `torch.cond` is one row.
 
-    Results stay what they are, except that `torch.nn.MultiheadAttention` and the transformer layers do
-    not take their fused shortcut, a compiled function runs eagerly, and `torch.linalg.svdvals` and its
-    like take another kernel under any of torch's modes (the last bit may differ). TorchScript leaves no
-    rows. What an op makes inside stays in memory until the op is done. The block sees its own thread
-    only, as autocast does: start the ledger in the thread that runs the model.
+    Results stay what they are, except that `torch.nn.MultiheadAttention` and the transformer
+    layers do not take their fused shortcut, a compiled function runs eagerly, and
+    `torch.linalg.svdvals` and its like take another kernel under any of torch's modes (the last
+    bit may differ). TorchScript leaves no rows. What an op makes inside stays in memory until the
+    op is done. The block sees its own thread only, as autocast does: start the ledger in the
+    thread that runs the model.
     """
     rows: list[Row] = []
     kernels = _Kernels()
@@ -77,7 +79,7 @@ def record() -> Iterator[list[Row]]:
 
 
 def table(rows: list[Row]) -> str:
-    """Aligned plain text, a line per row, short dtype names; equal neighbours are counted ("3× fp32")."""
+    """Aligned plain text, a line per row; equal neighbours are counted ("3× fp32")."""
 
     def count(names: list[str]) -> str:
         runs = [(name, len(list(run))) for name, run in itertools.groupby(names)]
@@ -98,14 +100,14 @@ def table(rows: list[Row]) -> str:
 def policy(
     op: Callable, *args: Any, device: str = "cpu", dtype: torch.dtype | None = None, **kwargs: Any
 ) -> Policy:
-    """What autocast does with ``op(*args, **kwargs)``, found by running it with and without autocast.
+    """What autocast does with ``op(*args, **kwargs)``: runs it with and without autocast.
 
-    `args` hold small tensors, anywhere in them; their floating dtypes do not matter, since the op runs
-    on copies that are all float32, all `dtype` (default: bfloat16 on "cpu", float16 on "cuda"), and
-    mixed. On "cuda" the copies are torch's fake tensors, which have a dtype but no data, and no GPU is
-    needed or used; autograd, and tensors that `op` brings along itself, make it unavailable. Arguments,
-    random state and autocast's own state stay as they were; the running statistics of a BatchNorm
-    module in training mode do not.
+    `args` hold small tensors, anywhere in them; their floating dtypes do not matter, since the op
+    runs on copies that are all float32, all `dtype` (default: bfloat16 on "cpu", float16 on
+    "cuda"), and mixed. On "cuda" the copies are torch's fake tensors, which have a dtype but no
+    data, and no GPU is needed or used; autograd, and tensors that `op` brings along itself, make
+    it unavailable. Arguments, random state and autocast's own state stay as they were; the running
+    statistics of a BatchNorm module in training mode do not.
 
     - lower_precision: float32 inputs run in `dtype`
     - fp32: `dtype` inputs run in float32
@@ -114,7 +116,8 @@ def policy(
     - banned: autocast refuses to run it
     - unavailable: it cannot run here, so nothing is known
 
-    Raises ValueError for another `device` or `dtype`, and where `args` hold no floating-point tensor.
+    Raises ValueError for another `device` or `dtype`, and where `args` hold no floating-point
+    tensor.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device = {device!r} is not allowed: give 'cpu' or 'cuda'.")
@@ -178,7 +181,7 @@ class _Kernels(Transparent):
 
 
 class _Calls(TorchFunctionMode):
-    """Above autocast: the calls as the program wrote them. A kernel belongs to the innermost one."""
+    """Above autocast: the calls as the program wrote them; a kernel belongs to the innermost."""
 
     def __init__(self, rows: list[Row], kernels: _Kernels) -> None:
         super().__init__()
@@ -238,8 +241,8 @@ def _inserted(arguments: Any, casts: list, output: torch.dtype | None) -> tuple[
 def _below_its_check(func: Callable) -> Callable | None:
     """`func` with the mode still watching inside; None where there is no Python inside to watch.
 
-    torch's Python functions first ask whether a mode wants the call. A copy whose question is answered
-    "no" goes on to the body, and there the mode, active again, sees the ops.
+    torch's Python functions first ask whether a mode wants the call. A copy whose question is
+    answered "no" goes on to the body, and there the mode, active again, sees the ops.
     """
     code = getattr(func, "__code__", None)
     checks = [

@@ -1,4 +1,4 @@
-"""Bytes that tensors hold while a block runs: now and at the peak, on a CPU too, even without data."""
+"""Bytes that tensors hold while a block runs, now and at the peak, on a CPU too."""
 
 import weakref
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _PARTS = {
 
 
 class watch(Transparent):
-    """Counts the storages of all tensors that are made inside the block, each once, until it is freed.
+    """Counts the storages of the tensors made inside the block, each once, until it is freed.
 
     >>> with watch() as memory:
     ...     a = torch.zeros(1000)
@@ -74,10 +74,10 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def without_data() -> AbstractContextManager:
-    """Inside the block tensors have shapes and dtypes but no data: any network "runs", on any machine.
+    """Tensors made inside have shapes and dtypes but no data: any network "runs" anywhere.
 
-    torch's fake tensors, on the CPU; meant for `watch` and for dtypes. What asks for a value (`item`,
-    `if`) raises.
+    torch's fake tensors, on the CPU; meant for `watch` and for dtypes. What asks for a value
+    (`item`, `if`) raises.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 

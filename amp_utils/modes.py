@@ -20,8 +20,9 @@ IMPLICIT = DispatchKey.CompositeImplicitAutograd
 class Transparent(TorchDispatchMode):
     """A dispatch mode under which ops do what they do without one, by calling `run`.
 
-    Inside `__torch_dispatch__`, torch switches off autocast for the ops that a kernel calls. Unwatched,
-    they are autocast like any others, except inside an op that autocast has a rule for (`ruled`).
+    Inside `__torch_dispatch__`, torch switches off autocast for the ops that a kernel calls.
+    Unwatched, they are autocast like any others, except inside an op that autocast has a rule for
+    (`ruled`).
     """
 
     supports_higher_order_operators = True
@@ -46,7 +47,7 @@ class Transparent(TorchDispatchMode):
             self._eagerly = nullcontext()
 
     def run(self, func, types, args, kwargs) -> tuple[Any, DispatchKey | None]:
-        """(result, key of the kernel if it only called other ops, which this mode has seen then)."""
+        """(result, key of the kernel if that only called other ops, seen by this mode)."""
         if isinstance(func, HigherOrderOperator) or func.namespace == "prim":
             return func(*args, **kwargs), None
         inputs, outer = tensors((args, kwargs)), self.ruled
@@ -72,7 +73,7 @@ class Transparent(TorchDispatchMode):
 
 @contextmanager
 def _unwatched(ruled: bool) -> Iterator[None]:
-    """torch's state as a kernel finds it without a mode: autocast, and what resolves lazy conjugates."""
+    """Autocast, and what resolves lazy conjugates, as a kernel finds them without a mode."""
     excluded = torch._C._dispatch_tls_local_exclude_set
     with torch._C._RestorePythonTLSSnapshot():
         outside = excluded()  # as it was where the program called torch
@@ -85,7 +86,8 @@ def _unwatched(ruled: bool) -> Iterator[None]:
 def _composite(func: OpOverload) -> DispatchKey | None:
     """The key of `func`'s kernel, if that calculates nothing itself and only calls other ops.
 
-    With autograd on, torch takes most of these apart before a mode sees them; in inference mode, none.
+    With autograd on, torch takes most of these apart before a mode sees them; in inference mode,
+    none.
     """
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     if has(IMPLICIT):

@@ -1,4 +1,4 @@
-"""amp_utils.ledger tells what autocast really does: torch's own lists and unwatched runs are the oracles."""
+"""amp_utils.ledger against its oracles: torch's own lists, and unwatched runs."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
 
 
 def torch_lists():
-    """torch's lists, without the test machinery that they import: that would freeze torch.backends."""
+    """torch's lists, without the test machinery they import, which freezes torch.backends."""
     name = "torch.testing._internal.common_utils"
     machinery = types.SimpleNamespace(TEST_WITH_ROCM=False, TestCase=unittest.TestCase)
     with mock.patch.dict(sys.modules, {name: machinery}):
@@ -46,7 +46,7 @@ LISTED = {
         "torch_fp32": "fp32",
         "nn_fp32": "fp32",
         "torch_need_autocast_promote": "promote",
-        "torch_expect_builtin_promote": "passthrough",  # the op itself promotes, autocast does nothing
+        "torch_expect_builtin_promote": "passthrough",  # the op itself promotes
         "methods_expect_builtin_promote": "passthrough",
     },
     "cuda": {
@@ -65,7 +65,8 @@ LISTED = {
 }
 MODULES = {"nn": torch._C._nn, "banned": torch._C._nn, "linalg": torch._C._linalg, "torch": torch}
 
-# What a CPU build of torch cannot run on fake CUDA tensors, and why. It may shrink, it must not grow.
+# What a CPU build of torch cannot run on fake CUDA tensors, and why. It may shrink, it must not
+# grow.
 UNAVAILABLE = {
     "cpu": set(),
     "cuda": {
@@ -73,20 +74,21 @@ UNAVAILABLE = {
         "torch.cudnn_convolution_transpose",
         "torch.gru_cell",  # its fused kernel does so too; lstm_cell's does not
         "torch.grid_sampler",  # asks whether cuDNN would take it
-        "torch.equal",  # its result is a Python bool, which depends on data that fake tensors do not have
+        "torch.equal",  # its result depends on data, which fake tensors do not have
         "Tensor.equal",
     },
 }
 
 
 def listed_ops(device, lists):
-    """(name, callable, args, kwargs, documented policy) per op: function and method, where it is both."""
+    """(name, callable, args, kwargs, documented policy) per op: function and method."""
     for list_name, documented in LISTED[device].items():
         for name, args, *rest in getattr(lists, list_name):
             kwargs = next((extra for extra in rest if isinstance(extra, dict)), {})
             if name == "einsum":
-                # A slip in torch's CUDA list: the equation stands where the arguments belong, and torch's own
-                # test then takes the matrices for a truthy "skip" flag. The policy holds all the same.
+                # A slip in torch's CUDA list: the equation stands where the arguments belong, and
+                # torch's own test then takes the matrices for a truthy "skip" flag. The policy
+                # holds all the same.
                 assert isinstance(args, str)
                 args = args, torch.randn(2, 2, 2, 2), torch.randn(2, 2, 2, 2)
             module = MODULES.get(list_name.split("_")[0])
@@ -378,16 +380,9 @@ def test_looking_viewing_and_integers_have_no_row():
     x, target = torch.rand(2, 3), torch.tensor([1, 0])
 
     def look():
-        x.shape, x.dtype, x.T, x.grad, x.size(), x.dim(), x[0], x.view(3, 2), x.is_floating_point()  # noqa: B018
-        (
-            x.T.reshape(6),
-            x.contiguous(),
-            x.clone(),
-            x.detach(),
-            x.expand(2, 2, 3),
-            x.tolist(),
-            x[0, 0].item(),
-        )
+        (x.shape, x.dtype, x.T, x.grad, x.size(), x[0], x.view(3, 2), x.is_floating_point())
+        (x.T.reshape(6), x.contiguous(), x.clone(), x.detach(), x.expand(2, 2, 3), x.tolist())
+        x[0, 0].item()
         torch.zeros(3), target + 1, target.float(), x.float()
         F.dropout(x, training=False)
 

@@ -29,7 +29,7 @@ MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch
 
 
 class Conversions(TorchDispatchMode):
-    """The oracle: conversions between floating dtypes; of what the call was given, or copies of it."""
+    """The oracle: conversions between floating dtypes, in all and of what the call was given."""
 
     COPIES = {"clone", "empty_like", "copy_", "_unsafe_view"}
 
