@@ -1,16 +1,27 @@
-"""Bytes that tensors hold while a block runs: live now, and at the peak; on a CPU too, and for tensors without data."""
+"""Bytes that tensors hold while a block runs, now and at the peak, on a CPU too."""
 
 import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from amp_utils.modes import Transparent, tensors
+
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys(
+        [torch.sparse_csr, torch.sparse_bsr], ("crow_indices", "col_indices", "values")
+    ),
+    **dict.fromkeys(
+        [torch.sparse_csc, torch.sparse_bsc], ("ccol_indices", "row_indices", "values")
+    ),
+}
 
 
-class watch(TorchDispatchMode):
-    """Counts the storages of all tensors that are made inside the block, each once, until it is freed.
+class watch(Transparent):
+    """Counts the storages of the tensors made inside the block, each once, until it is freed.
 
     >>> with watch() as memory:
     ...     a = torch.zeros(1000)
@@ -19,8 +30,9 @@ class watch(TorchDispatchMode):
     >>> memory.live, memory.peak
     (4000, 8000)
 
-    `live` and `peak` are bytes. Views count nothing, and neither does what a kernel takes and gives back inside one
-    operation, such as a BLAS library's workspace. Watching costs time: never read a clock inside the block.
+    `live` and `peak` are bytes. Views count nothing, and neither does what a kernel takes and gives
+    back inside one operation, such as a BLAS library's workspace. A compiled function runs eagerly.
+    Watching costs time: never read a clock inside the block.
     """
 
     def __init__(self) -> None:
@@ -33,16 +45,12 @@ class watch(TorchDispatchMode):
         self.peak = self.live
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result, _ = self.run(func, types, args, kwargs or {})
         # What an op gets was made before the block, unless it was noted when it was made.
-        known = {
-            id(leaf.untyped_storage())
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        }
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) not in known:
-                self._note(leaf.untyped_storage())
+        known = {id(storage) for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if id(storage) not in known:
+                self._note(storage)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -58,13 +66,19 @@ class watch(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-def without_data() -> AbstractContextManager:
-    """Inside the block tensors have shapes and dtypes but no data: a network of any size "runs", on any machine.
+def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors(tree):
+        if not tensor.is_mkldnn:  # those blocks are opaque
+            parts = [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
+            yield from (part.untyped_storage() for part in parts or [tensor])
 
-    torch's fake tensors, on the CPU; meant for `watch` and for dtypes. What asks for a value (`item`, `if`) raises.
+
+def without_data() -> AbstractContextManager:
+    """Tensors made inside have shapes and dtypes but no data: any network "runs" anywhere.
+
+    torch's fake tensors, on the CPU; meant for `watch` and for dtypes. What asks for a value
+    (`item`, `if`) raises.
     """
-    from torch._subclasses.fake_tensor import (
-        FakeTensorMode,
-    )  # slow to import, so only where it is needed
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
     return FakeTensorMode()

@@ -12,8 +12,9 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
+MARKDOWN = TEMPLATES.overlay(autoescape=False)
 
 
 def page(template: str, **values: Any) -> str:
-    """The template filled with `values`; what is not `markupsafe.Markup` is escaped."""
+    """The template filled with `values`, which are escaped unless it says `safe`."""
     return TEMPLATES.get_template(template).render(values)

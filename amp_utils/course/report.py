@@ -9,10 +9,10 @@ import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from markupsafe import escape
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
@@ -24,11 +24,6 @@ Row = dict[str, Any]
 Lines = dict[str, dict[Any, float]]  # y by x, by label
 
 
-def outward(url: str) -> str:
-    """Keep anchors and web links; drop those to other lessons, which are not next to a run."""
-    return url if url.startswith("#") or "://" in url else ""
-
-
 def page(lesson: Path, folder: Path) -> Path | None:
     """The notebook that a run has left, finished or failed, as an HTML page that is up to date."""
     candidates = folder / lesson.name, folder / f"{lesson.stem}.failed.ipynb"
@@ -38,7 +33,7 @@ def page(lesson: Path, folder: Path) -> Path | None:
     target = source.with_suffix(".html")
     if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
         try:
-            body = pages.cells(notebook.read(source), lesson.parent, outward)
+            body = pages.cells(notebook.read(source), lesson.parent)
         except CourseError as error:  # of a picture or formula: the report goes on without
             body = escape(str(error))
         write_whole(target, pages.page(f"{folder.name} · {lesson.stem}", body))

@@ -34,7 +34,7 @@ OLD = {"machine": "an old machine", "torch": "2.0", "date": "1999-12-31"}
 
 
 def claim(**changes) -> Claim:
-    return Claim("eight", **{**ENTRY, **changes})
+    return Claim(id="eight", **{**ENTRY, **changes})
 
 
 def toml(entries: dict[str, dict]) -> str:

@@ -40,6 +40,10 @@ def run(folder, *options):
     return main(["--root", str(folder), "outline", *options])
 
 
+def navigation(path):
+    return outline.generated("navigation", path.parent, lesson=path.stem)
+
+
 def test_a_card_is_taken_apart():
     assert outline.read_card(CARD) == outline.Card("5 · Title", "Why.", ["a", "b"], "40")
 
@@ -57,14 +61,14 @@ def test_everything_generated_is_up_to_date(capsys):
 def test_a_lesson_links_to_its_neighbours():
     there = notebook.lessons(ROOT / "notebooks")
     for before, after in zip(there, there[1:], strict=False):
-        assert f"]({after.name}) →" in outline.navigation(before)
-        assert f"]({before.name})" in outline.navigation(after)
-    assert "←" not in outline.navigation(there[0]) and "→" not in outline.navigation(there[-1])
+        assert f"]({after.name}) →" in navigation(before)
+        assert f"]({before.name})" in navigation(after)
+    assert "←" not in navigation(there[0]) and "→" not in navigation(there[-1])
 
 
 def test_both_entrances_lead_to_the_first_lesson_and_one_through_every_appendix(copy):
     def ways():
-        rows = outline.entrances(copy / "notebooks").splitlines()[2:]
+        rows = outline.generated("entrances", copy / "notebooks").splitlines()[2:]
         return [re.findall(r"\]\((\w+)\.ipynb\)", row) for row in rows]
 
     there = [path.stem for path in notebook.lessons(copy / "notebooks")]
@@ -94,7 +98,7 @@ def test_a_lesson_that_goes_away_leaves_no_link_behind(copy, capsys):
     expected = [f"{name} {advice}" for name in [*stale, "README.md"]]
     assert capsys.readouterr().out.splitlines() == expected
     assert run(copy) == 0 and run(copy, "--check") == 0
-    assert f"]({gone.name}" not in outline.navigation(copy / "notebooks" / stale[1])
+    assert f"]({gone.name}" not in navigation(copy / "notebooks" / stale[1])
     assert gone.name not in (copy / "README.md").read_text("utf-8")
 
 

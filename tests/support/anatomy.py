@@ -171,7 +171,8 @@ def recap_answers_every_objective(nb, path):
 @rule
 def navigation_is_up_to_date(nb, path):
     last = nb.cells[-1]
-    if "navigation" not in tags(last) or last.source != outline.navigation(path):
+    navigation = outline.generated("navigation", path.parent, lesson=path.stem)
+    if "navigation" not in tags(last) or last.source != navigation:
         return [
             "The last cell is not the navigation, or is stale: "
             "run python -m amp_utils.course outline."

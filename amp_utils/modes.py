@@ -1,0 +1,126 @@
+"""A base for instruments that watch torch's kernels and leave every result as it is."""
+
+import functools
+import operator
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_COMPILING = {"torch._dynamo", "torch.nn.attention.flex_attention"}
+IMPLICIT = DispatchKey.CompositeImplicitAutograd
+
+
+class Transparent(TorchDispatchMode):
+    """A dispatch mode under which ops do what they do without one, by calling `run`.
+
+    Inside `__torch_dispatch__`, torch switches off autocast for the ops that a kernel calls.
+    Unwatched, they are autocast like any others, except inside an op that autocast has a rule for
+    (`ruled`).
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ruled, self._depth, self._eagerly = False, 0, nullcontext()
+
+    def __enter__(self):
+        # flex_attention compiles itself, which torch refuses under a mode.
+        if not self._depth and sys.modules.keys() & _COMPILING:
+            self._eagerly = torch.compiler.set_stance("force_eager")
+            self._eagerly.__enter__()
+        self._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        self._depth -= 1
+        if not self._depth:
+            self._eagerly.__exit__(*error)
+            self._eagerly = nullcontext()
+
+    def run(self, func, types, args, kwargs) -> tuple[Any, DispatchKey | None]:
+        """(result, key of the kernel if that only called other ops, seen by this mode)."""
+        if isinstance(func, HigherOrderOperator) or func.namespace == "prim":
+            return func(*args, **kwargs), None
+        inputs, outer = tensors((args, kwargs)), self.ruled
+        self.ruled = outer or func._schema.name in rules(autocast_device(inputs))
+        # Nested tensors and subclasses have kernels of their own; fake tensors take the usual ones.
+        plain = all(t.__name__ == "FakeTensor" for t in types) and not any(
+            tensor.is_nested or tensor.is_mkldnn for tensor in inputs
+        )
+        kernel = _composite(func) if inputs and plain else None
+        if self.ruled and kernel != IMPLICIT:
+            kernel = None
+        if func.is_view and kernel is None:
+            return func(*args, **kwargs), None
+        try:
+            with _unwatched(self.ruled):
+                if kernel is None:
+                    return func(*args, **kwargs), None
+                with self:
+                    return func._op_dk(kernel, *args, **kwargs), kernel
+        finally:
+            self.ruled = outer
+
+
+@contextmanager
+def _unwatched(ruled: bool) -> Iterator[None]:
+    """Autocast, and what resolves lazy conjugates, as a kernel finds them without a mode."""
+    excluded = torch._C._dispatch_tls_local_exclude_set
+    with torch._C._RestorePythonTLSSnapshot():
+        outside = excluded()  # as it was where the program called torch
+    inside = excluded() - ((_LAZY if ruled else _LAZY | _AUTOCAST) - outside)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), inside):
+        yield
+
+
+@functools.cache
+def _composite(func: OpOverload) -> DispatchKey | None:
+    """The key of `func`'s kernel, if that calculates nothing itself and only calls other ops.
+
+    With autograd on, torch takes most of these apart before a mode sees them; in inference mode,
+    none.
+    """
+    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
+    if has(IMPLICIT):
+        return IMPLICIT
+    copies = func.is_view or func.overloadpacket.__name__ in ("clone", "_to_copy", "empty_like")
+    if func.namespace != "aten" or copies or has("CPU") or has("CUDA"):
+        return None
+    keys = DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional
+    return next(filter(has, keys), None)
+
+
+@functools.cache
+def rules(device: str) -> set[str]:
+    """The ops that autocast on `device` has a rule for, such as "aten::mm"."""
+    key = f"Autocast{torch._C._dispatch_key_for_device(device)}"
+    overloads = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {overload.split(".")[0] for overload in overloads}
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def autocast_device(inputs: list[torch.Tensor]) -> str:
+    """The type of device whose autocast decides."""
+    device = inputs[0].device.type if inputs else "cpu"
+    return device if torch.amp.is_autocast_available(device) else "cpu"
+
+
+def _keys(*names: str) -> DispatchKeySet:
+    keys = (DispatchKeySet(getattr(DispatchKey, name)) for name in names)
+    return functools.reduce(operator.or_, keys)
+
+
+_LAZY = _keys("Conjugate", "Negative", "ZeroTensor")
+_AUTOCAST = _keys(*(name for name in dir(DispatchKey) if name.startswith("Autocast")))
