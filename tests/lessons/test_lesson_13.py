@@ -201,10 +201,27 @@ def test_a_rank_that_fails_ends_the_launch_with_its_reason(lesson, tmp_path, tem
     assert "hello" in capsys.readouterr().out
 
 
+ONE_RANK_FAILS = """
+import os, signal
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSEGV)
+signal.pause()
+"""
+
+
 @pytest.mark.full
 def test_a_rank_that_is_killed_is_named_by_its_signal(lesson):
     with pytest.raises(RuntimeError, match=r"^Signal 11 \(SIGSEGV\)$"):
-        lesson.launch("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", 2, 60)
+        lesson.launch(ONE_RANK_FAILS, 2, 60)
+
+
+def test_a_failed_rank_is_named_before_those_that_torchrun_ended(lesson):
+    for report in (
+        "Signal 15 (SIGTERM) … Signal 9 (SIGKILL)",
+        "Signal 9 (SIGKILL) … Signal 15 (SIGTERM)",
+    ):
+        assert lesson.last_words(report) == "Signal 9 (SIGKILL)"
+    assert lesson.last_words("Signal 15 (SIGTERM)") == "Signal 15 (SIGTERM)"
 
 
 @pytest.mark.full
