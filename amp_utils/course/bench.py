@@ -236,7 +236,9 @@ def points(bench: Bench) -> list[Result]:
     """Sweeps of a lesson without work: only the sweep itself takes time."""
     cell = {"cell_type": "code", "source": "n: int = 0  # point", "outputs": [], "id": "n"}
     cell |= {"execution_count": None, "metadata": {"tags": ["parameters"]}}
-    lesson = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    lesson = {"cells": [cell], "metadata": {"kernelspec": kernel}}
+    lesson |= {"nbformat": 4, "nbformat_minor": 5}
     with TemporaryDirectory() as root:
         path = Path(root, "notebooks", "12_checkerboard_cnn.ipynb")
         path.parent.mkdir()

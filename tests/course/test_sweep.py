@@ -163,8 +163,8 @@ POINTS = st.lists(st.tuples(VALUES, VALUES), min_size=2, unique_by=json.dumps)
 @example([(False, 0), ("false", 0), ("False", 0), (0, 0), ("0", 0), ("0.0", 0), (0.0, 0)])
 @example([(value, 1) for value in (True, "true", 1, "1", 1.0, "1.0", "1e0", math.inf, "Infinity")])
 @example([("x,b=y", "z"), ("x", "y,b=z"), ("X", "y"), ("x", "y")])  # also where A is a
-@example([("../a", 1), (grid.folder_name({"a": "../a"}).removeprefix("a="), 1)])
-@example([("a" * 101, 1), ("a" * 102, 1), ('"', 1), ("\\", 1), ("", 1)])
+@example([(1, "../a"), (1, grid.folder_name({"a": 1, "b": "../a"}).partition("b=")[2])])
+@example([("a" * 200, 1), ("a" * 201, 1), ('"', 1), ("\\", 1), ("", 1)])
 def test_names_of_runs_are_safe_and_tell_all_runs_apart(points):
     names = [grid.folder_name({"a": a, "b": b}) for a, b in points]
     assert len({name.lower() for name in names}) == len(names)
