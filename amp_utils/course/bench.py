@@ -27,7 +27,7 @@ import torch
 
 from amp_utils import models
 from amp_utils.course import ROOT, CourseError, notebook, write_whole
-from amp_utils.course.step import Run, Steps, gain_by_parts, table
+from amp_utils.course.step import Run, Steps, gain_by_parts, halves, table
 from amp_utils.device import choose_device, describe
 from amp_utils.ledger import record
 from amp_utils.lesson import validate, whole
@@ -81,24 +81,20 @@ def exponent(sizes: Sequence[int], *seconds: float) -> float:
     return linear_regression([*map(math.log, sizes)], [*map(math.log, seconds)]).slope
 
 
-def command_line(*command: str) -> Run:
+def run_python(*command: str) -> None:
     """Run a Python command in the course's folder, with an empty folder as its last argument."""
-
-    def run() -> None:
-        with TemporaryDirectory() as out:
-            whole = [sys.executable, *command, out]
-            ended = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True)
-        if ended.returncode:
-            raise CourseError(f"{' '.join(command[:3])} failed: {ended.stderr.splitlines()[-1:]}")
-
-    return run
+    with TemporaryDirectory() as out:
+        whole = [sys.executable, *command, out]
+        ended = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode:
+        raise CourseError(f"{' '.join(command[:3])} failed: {ended.stderr.splitlines()[-1:]}")
 
 
 def sweep_of(root: Path, grid: Mapping[str, Sequence]) -> Run:
     """Sweep lesson 12 over a grid, with two jobs."""
     values = [f"--set={name}={','.join(map(str, listed))}" for name, listed in grid.items()]
     options = "--root", str(root), "sweep", "12", *values, "--jobs", "2", "--out"
-    return command_line("-m", "amp_utils.course", *options)
+    return partial(run_python, "-m", "amp_utils.course", *options)
 
 
 class Bench:
@@ -131,9 +127,8 @@ class Bench:
 
     def growth(self, name: str, runs: Mapping[int, Run], wall=False, **how) -> list[Result]:
         """The exponent with which time grows, from runs by size."""
-        name = f"exponent of {name} {(*runs,)}"
-        taken = self.time([*runs.values()], **how)
-        return [self.result(name, partial(exponent, [*runs]), taken, wall, bar=1.1)]
+        name, slope = f"exponent of {name} {(*runs,)}", partial(exponent, [*runs])
+        return [self.result(name, slope, self.time([*runs.values()], **how), wall, bar=1.1)]
 
     def perceptron(self, dtype: torch.dtype, width: int, batch: int) -> Steps:
         """Steps of the recipe's three linear layers."""
@@ -166,7 +161,7 @@ class Bench:
         clock = "seconds" if gain.clock == "wall" else "cpu_seconds"
         seconds = [median(getattr(timing, clock)) for timing in taken]
         self.tables.append(table(name, seconds, median(gain.values)))
-        step, products, *_ = zip(taken[: len(taken) // 2], taken[len(taken) // 2 :], strict=True)
+        step, products, *_ = halves(taken)
         by_step = self.result(f"{name}: step, fp32 / 16 bits", truediv, step)
         return [
             by_step,
@@ -200,7 +195,7 @@ class Bench:
         return self.pair("ledger / bare step", record()(step), step)
 
     def imports(self) -> list[Result]:
-        runs = [command_line("-c", f"import torch; {more}") for more in (INSTRUMENTS, "")]
+        runs = [partial(run_python, "-c", f"import torch; {more}") for more in (INSTRUMENTS, "")]
         return self.pair("import a lesson's modules / torch alone", *runs, bar=1.1, patience=30)
 
     def steps(self) -> list[Result]:
@@ -213,7 +208,7 @@ class Bench:
 
     def sweep(self) -> list[Result]:
         how = {"bar": 0.666, "wall": True, "warmup": 0, "patience": 40}
-        runs = sweep_of(ROOT, GRID), command_line("-c", LOOP)
+        runs = sweep_of(ROOT, GRID), partial(run_python, "-c", LOOP)
         return self.pair("sweep with 2 jobs / papermill loop", *runs, **how)
 
     def points(self) -> list[Result]:

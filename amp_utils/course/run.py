@@ -114,7 +114,7 @@ def run_lesson(
 
 
 def save_lesson(path: Path, step: Step) -> None:
-    """Execute one lesson and replace its saved outputs, once all went well. Raises LessonFailed."""
+    """Execute one lesson and, if all went well, replace its saved outputs. Raises LessonFailed."""
     with TemporaryDirectory() as folder:
         try:
             run_lesson(path, Path(folder), {}, step, save_each_cell=False)

@@ -71,10 +71,10 @@ def replay(calls: Sequence[Run]) -> None:
     _ = [call() for call in calls]
 
 
-def halves(seconds: Sequence[float]) -> list[tuple[float, float]]:
-    """Pair the seconds of a float32 step, followed by its parts, with those of a 16-bit step."""
-    half = len(seconds) // 2
-    return [*zip(seconds[:half], seconds[half:], strict=True)]
+def halves(values: Sequence) -> list[tuple]:
+    """Pair the values of a float32 step, followed by its parts, with those of a 16-bit step."""
+    half = len(values) // 2
+    return [*zip(values[:half], values[half:], strict=True)]
 
 
 def gain_by_parts(*seconds: float) -> float:
@@ -86,8 +86,8 @@ def gain_by_parts(*seconds: float) -> float:
 def table(name: str, seconds: Sequence[float], gain_by_parts: float) -> str:
     """Where a step's time goes, and how well the parts explain the gain."""
     step, *parts = halves(seconds)
-    rows = dict(zip(PARTS, parts, strict=True))
-    rows = {"step": step, **rows, "sum of the parts": map(sum, zip(*parts, strict=True))}
+    rows = {"step": step, **dict(zip(PARTS, parts, strict=True))}
+    rows["sum of the parts"] = tuple(map(sum, zip(*parts, strict=True)))
     lines = [f"\n{name:<20}{'fp32, ms':>10}{'16 bits, ms':>13}{'gain':>8}"]
     for row, (fp32, low) in rows.items():
         gain = "" if row == "casts" else f"{fp32 / low:8.3f}"
