@@ -6,10 +6,12 @@ Its command line is `python -m amp_utils.course COMMAND`. No lesson and no instr
 import os
 from pathlib import Path
 
+import click
+
 ROOT = Path(__file__).parents[2]
 
 
-class CourseError(Exception):
+class CourseError(click.ClickException):
     """Why a command cannot do what it was asked, in one sentence for the person at the console.
 
     `status` is the exit status: 1 where something went wrong, 2 where the command was used wrongly.
@@ -17,7 +19,7 @@ class CourseError(Exception):
 
     def __init__(self, sentence: str, status: int = 1):
         super().__init__(sentence)
-        self.status = status
+        self.exit_code = status
 
 
 def shown(path: Path) -> str:

@@ -34,12 +34,6 @@ class Toolbox(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
-    def invoke(self, context: click.Context) -> int:
-        try:
-            return super().invoke(context)
-        except KeyboardInterrupt:  # click would print an empty line first
-            raise CourseError("Interrupted: nothing half-done is left behind.", 130) from None
-
 
 @click.command(cls=Toolbox)
 @click.option("--root", type=Path, default=ROOT, metavar="DIR", help="the course's folder")
@@ -54,13 +48,16 @@ def toolbox(context: click.Context, root: Path) -> None:
 def main(arguments: list[str]) -> int:
     """The exit status: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C or SIGTERM."""
     try:
-        return toolbox.main(arguments, "python -m amp_utils.course", standalone_mode=False) or 0
+        with toolbox.make_context("python -m amp_utils.course", arguments) as context:
+            return toolbox.invoke(context) or 0
+    except click.exceptions.Exit as end:  # after --help
+        return end.exit_code
+    except KeyboardInterrupt:
+        sentence, status = "Interrupted: nothing half-done is left behind.", 130
     except click.ClickException as error:
         sentence, status = error.format_message(), error.exit_code
     except ParameterError as error:
         sentence, status = str(error), 2
-    except CourseError as error:
-        sentence, status = str(error), error.status
     except OSError as error:
         where = f"{shown(Path(error.filename))}: " if error.filename else ""
         sentence, status = f"{where}{error.strerror or error}.", 1

@@ -43,15 +43,12 @@ def main(arguments, root=ROOT):
 
 def is_ready(root):
     """Whether `.venv` was installed to the end, here, from the files as they are now."""
-    return read_stamp(root) == stamp(root)
+    return read_lines(root / ".venv" / STAMP) == stamp(root)
 
 
-def read_stamp(root):
-    """The stamp in `.venv`, line by line; an empty list if there is none."""
-    try:
-        return (root / ".venv" / STAMP).read_text().splitlines()
-    except OSError:
-        return []
+def read_lines(path):
+    """The lines of a file; none if it does not exist."""
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
 def stamp(root):
@@ -80,12 +77,14 @@ def build(root, lock):
     """Install what the lock file lists. What somebody else put into `.venv` is never removed."""
     venv = root / ".venv"
     python, ours = venv / "bin" / "python", venv / OURS
-    in_place = read_stamp(root)[:2] == stamp(root)[:2]
+    in_place = read_lines(venv / STAMP)[:2] == stamp(root)[:2]
     venv.mkdir(exist_ok=True)
     if not any(venv.iterdir()):
         ours.touch()
     foreign = not ours.exists()
-    usable = runs(python, "import pip, sys; sys.exit(sys.version_info < (3, 11))")
+    test = "import pip, sys; sys.exit(sys.version_info < (3, 11))"
+    trial = ["sh", "-c", '"$0" -I -c "$1"', str(python), test]  # sh: no Python is a status, too
+    usable = subprocess.call(trial, stderr=subprocess.DEVNULL) == 0
     if foreign and not usable:
         sys.exit(f"{venv} is not ours and has no Python 3.11 with pip: move it away first.")
     (venv / STAMP).write_text("")
@@ -109,47 +108,37 @@ def build(root, lock):
     print("The environment is ready.", flush=True)
 
 
-def runs(python, code):
-    """Whether `python` starts and `code` succeeds in it."""
-    try:
-        return subprocess.call([python, "-I", "-c", code], stderr=subprocess.DEVNULL) == 0
-    except OSError:
-        return False
-
-
 def step(command, venv, lock):
-    """Run one step into the log, its latest line on a terminal, its last lines if it fails."""
-    begin, lines, width = time.time(), [], shutil.get_terminal_size().columns
-    with open(venv / LOG, "ab") as out, open(venv / LOG, errors="replace") as log:
-        log.seek(0, os.SEEK_END)
+    """Run one step into a new log: its latest line on a terminal, its last lines if it fails."""
+    begin, log, width = time.time(), venv / LOG, shutil.get_terminal_size().columns
+    clear = "\r\033[K" if sys.stdout.isatty() else ""
+    with log.open("wb") as out:
         # It inherits the lock: should this script be killed, the next call waits for the step.
         process = subprocess.Popen(command, stdout=out, stderr=out, pass_fds=[lock])
-        while process.poll() is None:
-            time.sleep(0.2)
-            lines += filter(None, map(str.strip, log))
-            said = next((line for line in reversed(lines) if not line.startswith("WARNING")), "")
-            latest = f"{time.time() - begin:4.0f} s  {said}"[: width - 1]
-            print(end=f"\r\033[K{latest}" if sys.stdout.isatty() else "", flush=True)
-        lines += filter(None, map(str.strip, log))
-    print(end="\r\033[K" if sys.stdout.isatty() else "", flush=True)
+    while process.poll() is None:
+        time.sleep(0.2)
+        said = ["", *(line for line in read_lines(log) if line[:7] != "WARNING" and line.strip())]
+        latest = f"{time.time() - begin:4.0f} s  {said[-1].strip()}"[: width - 1]
+        print(end=clear and clear + latest, flush=True)
+    print(end=clear, flush=True)
     if process.returncode != 0:
-        free = shutil.disk_usage(venv).free / 1e9
-        print(*lines[-8:], sep="\n", file=sys.stderr)
-        sys.exit(f"The installation failed with {free:.1f} GB of disk space left; see {log.name}.")
+        free = shutil.disk_usage(str(venv)).free / 1e9
+        print(*read_lines(log)[-8:], sep="\n", file=sys.stderr)
+        sys.exit(f"The installation failed with {free:.1f} GB of disk space left; see {log}.")
 
 
 def check_machine(root):
     """Exit where this Python is too old, cannot make environments, or has too little disk space."""
     free = shutil.disk_usage(str(root)).free / 1e9
     if sys.version_info < (3, 11):
-        why = "Python {}.{} is too old: the course needs Python 3.11 or newer; "
-        sys.exit(why.format(*sys.version_info) + "for example make lab PYTHON=python3.12.")
+        old = "Python {}.{} is too old: the course needs".format(*sys.version_info)
+        sys.exit(f"{old} Python 3.11 or newer; for example make lab PYTHON=python3.12.")
     if importlib.util.find_spec("ensurepip") is None:
         why = "This Python has no venv module (Debian, Ubuntu: apt install python3-venv): "
         sys.exit(why + "install it, then run the same command again.")
     if free < DISK_GB:
-        why = f"Too little disk space: .venv needs about {DISK_GB} GB (more with CUDA)"
-        sys.exit(f"{why} and {root} has {free:.1f} GB free.")
+        need = f"Too little disk space: .venv needs about {DISK_GB} GB (more with CUDA)"
+        sys.exit(f"{need} and {root} has {free:.1f} GB free.")
 
 
 def check_port(port=""):

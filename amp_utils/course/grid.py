@@ -6,12 +6,12 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 
 from amp_utils.course import CourseError, notebook
-from amp_utils.course.run import check_names, parameters_of, parse_value
+from amp_utils.course.run import check_names, parse_value
 from amp_utils.lesson import ParameterError
 
 Parameters = dict[str, Any]
@@ -19,28 +19,29 @@ Grid = dict[str, list[Any]]  # values by parameter
 
 
 def read(pairs: Sequence[str], lesson: Path) -> Grid:
-    """The grid that `NAME=VALUE,VALUE` texts describe, in the lesson's own order of parameters.
-
-    Raises CourseError for an unknown parameter and a repeated value; `refusals` has the rest.
-    """
-    known, grid = parameters_of(lesson), {}
+    """The grid that NAME=VALUE,VALUE texts describe, in the lesson's order. Raises CourseError."""
+    given: dict[str, list[str]] = {}
     for pair in pairs:
         name, _, listed = (part.strip() for part in pair.partition("="))
         texts = [text.strip() for text in listed.split(",")]
         if not name or not all(texts):
-            problem = "has an empty name or value: give NAME=VALUE,VALUE"
-            raise CourseError(f"--set {pair!r} {problem}.", 2)
-        if name in grid:
+            raise CourseError(
+                f"--set {pair!r} has an empty name or value: give NAME=VALUE,VALUE.", 2
+            )
+        if name in given:
             raise CourseError(f"{name} is given twice: give all its values in one --set.", 2)
-        kind = known.get(name, {}).get("inferred_type_name")
-        values = grid[name] = texts if kind == "str" else [parse_value(text) for text in texts]
-        check_names({name: values[0]}, lesson)
-        for position, value in enumerate(values):
-            if value in values[:position]:
-                raise CourseError(f"{name} = {value!r} is given twice: give each value once.", 2)
-    if not grid:
+        given[name] = texts
+    if not given:
         raise CourseError("There is nothing to sweep: give at least one --set NAME=VALUE,VALUE.", 2)
-    return {name: grid[name] for name in known if name in grid}
+    known = check_names({name: parse_value(texts[0]) for name, texts in given.items()}, lesson)
+    grid = {}
+    for name in sorted(given, key=list(known).index):
+        is_text = known[name]["inferred_type_name"] == "str"
+        grid[name] = given[name] if is_text else [*map(parse_value, given[name])]
+        for position, value in enumerate(grid[name]):
+            if value in grid[name][:position]:
+                raise CourseError(f"{name} = {value!r} is given twice: give each value once.", 2)
+    return grid
 
 
 def points(grid: Grid) -> dict[str, Parameters]:
@@ -49,7 +50,7 @@ def points(grid: Grid) -> dict[str, Parameters]:
     >>> list(points({"precision": ["fp32", "bf16"], "width": [64]}))
     ['precision=fp32,width=64', 'precision=bf16,width=64']
     """
-    found = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    found = (dict(zip(grid, values, strict=True)) for values in product(*grid.values()))
     return {folder_name(parameters): parameters for parameters in found}
 
 
@@ -59,14 +60,12 @@ def folder_name(parameters: Mapping[str, Any]) -> str:
     >>> folder_name({"precision": "bf16", "lr": 0.001}), folder_name({"path": "../a"})
     ('precision=bf16,lr=0.001', 'path=.._a~c08fe364')
     """
-    texts = {name: v if isinstance(v, str) else json.dumps(v) for name, v in parameters.items()}
-    said = ",".join(f"{name}={text}" for name, text in texts.items())
-    readable = len(said) <= 100 and all(
-        re.fullmatch(r"[a-z0-9_]+=[a-z0-9_.+-]+", f"{name}={text}")
-        and type(parse_value(text)) is type(parameters[name])  # "1" is not 1
-        for name, text in texts.items()
-    )
-    if readable:
+    texts = [v if isinstance(v, str) else json.dumps(v) for v in parameters.values()]
+    pairs = ["=".join(pair) for pair in zip(parameters, texts, strict=True)]
+    said = ",".join(pairs)
+    plain = all(re.fullmatch(r"[a-z0-9_]+=[a-z0-9_.+-]+", pair) for pair in pairs)
+    same = [type(parse_value(text)) for text in texts] == [*map(type, parameters.values())]
+    if plain and same and len(said) <= 100:  # `same`: "1" is not 1
         return said
     checksum = hashlib.sha256(json.dumps(parameters).encode()).hexdigest()[:8]
     return re.sub(r"[^A-Za-z0-9_=,.+-]", "_", said)[:100] + f"~{checksum}"
@@ -75,7 +74,8 @@ def folder_name(parameters: Mapping[str, Any]) -> str:
 def refusals(lesson: Path, points: Iterable[Parameters]) -> list[str]:
     """The sentences with which the lesson's own validation refuses some of the points."""
     first, *rest = [cell.source for cell in notebook.cells(lesson) if cell.is_code]
-    sentences = {}
+    checks = "\n".join(takewhile(lambda source: "validate(" in source, rest))
+    found = []
     for parameters in points:
         namespace: dict[str, Any] = {}
         # Other errors are the run's to tell.
@@ -83,10 +83,7 @@ def refusals(lesson: Path, points: Iterable[Parameters]) -> list[str]:
             try:
                 exec(first, namespace)
                 namespace |= parameters
-                for source in rest:
-                    if "validate(" not in source:
-                        break
-                    exec(source, namespace)
+                exec(checks, namespace)
             except ParameterError as error:
-                sentences[str(error)] = None
-    return list(sentences)
+                found.append(str(error))
+    return list(dict.fromkeys(found))

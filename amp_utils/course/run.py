@@ -1,8 +1,7 @@
 """Run lessons: `python -m amp_utils.course run [LESSON ...] [-p NAME VALUE ...] [--save]`.
 
-papermill executes a lesson of `notebooks/` into `runs/`. Only a finished run gets the lesson's
-name: one under way is `.NAME.partial.ipynb`, a failed one `NAME.failed.ipynb`. With `--save` a
-lesson runs on the CPU, and its outputs replace the saved ones in `notebooks/`.
+papermill executes a lesson into `runs/`, where only a finished run gets the lesson's name: one
+under way is `.NAME.partial.ipynb`, a failed one `NAME.failed.ipynb`.
 """
 
 import contextlib
@@ -24,8 +23,8 @@ from nbclient.exceptions import DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.table import Table
 
 from amp_utils.course import CourseError, notebook, shown, write_whole
 
@@ -35,10 +34,7 @@ for name in ("papermill", "asyncio"):  # our sentences say what these would log
 
 
 class LessonFailed(Exception):
-    """A lesson stopped: `outcome` is a word or two for a table, the message one sentence.
-
-    `notebook` is the file that shows more, if any.
-    """
+    """A lesson stopped: the outcome for a table, a sentence, and a file that shows more, if any."""
 
     def __init__(self, outcome: str, sentence: str, notebook: Path | None = None):
         super().__init__(sentence)
@@ -57,21 +53,20 @@ def parse_value(text: str) -> int | float | bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def parameters_of(lesson: Path) -> dict[str, Any]:
-    """What papermill knows of each parameter. Raises CourseError for a damaged notebook."""
+def check_names(parameters: Mapping[str, Any], lesson: Path) -> dict[str, Any]:
+    """What papermill knows of the lesson's parameters.
+
+    Raises CourseError for a damaged lesson, and for a parameter that it lacks.
+    """
     notebook.read(lesson)
-    return papermill.inspect_notebook(str(lesson))
-
-
-def check_names(parameters: Mapping[str, Any], lesson: Path) -> None:
-    """Raise CourseError for a parameter that the lesson lacks; papermill would only warn."""
-    known = list(parameters_of(lesson))
+    known = papermill.inspect_notebook(str(lesson))
     for name in [name for name in parameters if name not in known]:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         allowed = f"give one of {', '.join(known)}{hint}" if known else "it has none"
         problem = f"{lesson.stem} has no such parameter, {allowed}"
         raise CourseError(f"{name} = {parameters[name]!r} is not allowed: {problem}.", 2)
+    return known
 
 
 def run_lesson(
@@ -79,11 +74,10 @@ def run_lesson(
 ) -> None:
     """Execute one lesson into `runs`, where an older result is removed first. Raises LessonFailed.
 
-    Saving after each cell takes a tenth of a short run. Without it, a kernel that dies leaves no
-    notebook to look at.
+    Saving after each cell takes a tenth of a short run; else a dead kernel leaves no notebook.
     """
-    endings = ".{}.partial.ipynb", "{}.failed.ipynb", "{}.ipynb"
-    under_way, failed, finished = (runs / ending.format(path.stem) for ending in endings)
+    finished, under_way = runs / path.name, runs / f".{path.stem}.partial.ipynb"
+    failed = finished.with_suffix(".failed.ipynb")
     runs.mkdir(exist_ok=True)
     for older in (under_way, failed, finished):
         older.unlink(missing_ok=True)
@@ -104,9 +98,9 @@ def run_lesson(
         os.replace(under_way, failed)
         if error.ename == "ParameterError":  # its message is a sentence already
             raise LessonFailed("parameter refused", error.evalue) from None
-        reason = (error.evalue.strip().splitlines() or ["no message"])[0]
+        reason = f"{error.ename}: {error.evalue.strip() or 'no message'}".splitlines()[0]
         where = f"{path.stem}, cell {error.exec_count or error.cell_index + 1}"
-        raise LessonFailed(error.ename, f"{where}: {error.ename}: {reason}", failed) from None
+        raise LessonFailed(error.ename, f"{where}: {reason}", failed) from None
     except DeadKernelError:
         if under_way.exists():
             os.replace(under_way, failed)
@@ -120,13 +114,12 @@ def run_lesson(
 
 
 def save_lesson(path: Path, step: Step) -> None:
-    """Execute one lesson and replace its saved outputs, once all went well. Raises LessonFailed."""
+    """Execute one lesson and, if all went well, replace its saved outputs. Raises LessonFailed."""
     with TemporaryDirectory() as folder:
         try:
             run_lesson(path, Path(folder), {}, step, save_each_cell=False)
         except LessonFailed as error:
-            sentence = f"{error} ({path.name} is as before)"
-            raise LessonFailed(error.outcome, sentence) from None
+            raise LessonFailed(error.outcome, f"{error} ({path.name} is as before)") from None
         executed = notebook.read(Path(folder, path.name))
     saved = notebook.read(path)
     for cell, run in zip(saved.cells, executed.cells, strict=True):
@@ -137,22 +130,17 @@ def save_lesson(path: Path, step: Step) -> None:
 
 def progress_bar(console: Console) -> Progress:
     """A bar that shows at a terminal only, and vanishes in the end."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    elapsed, hidden = TimeElapsedColumn(), not console.is_terminal
-    return Progress(*columns, elapsed, console=console, disable=hidden, transient=True)
+    columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
 
 
 def run_all(lessons: Sequence[Path], execute: Callable[..., None]) -> int:
-    """Call `execute(path, step=...)` for every lesson, also after failures, and show a table.
-
-    Returns the exit status.
-    """
-    sizes = [sum(cell.is_code for cell in notebook.cells(path)) for path in lessons]
-    console, failures = Console(), []
-    seconds = Column("seconds", justify="right")
-    table = Table("lesson", seconds, "outcome", box=SIMPLE_HEAD, pad_edge=False)
+    """Call `execute(path, step=...)` for every lesson, also after failures; the exit status."""
+    console, failures, several = Console(), [], len(lessons) > 1
+    table = Table("lesson", "seconds", "outcome", box=SIMPLE_HEAD, pad_edge=False)
     with progress_bar(console) as bar:
-        for number, (path, cells) in enumerate(zip(lessons, sizes, strict=True), 1):
+        for number, path in enumerate(lessons, 1):
+            cells = sum(cell.is_code for cell in notebook.cells(path))
             task = bar.add_task(f"{path.stem} ({number} of {len(lessons)}), cells", total=cells)
             begin, outcome = time.perf_counter(), "done"
             try:
@@ -161,11 +149,11 @@ def run_all(lessons: Sequence[Path], execute: Callable[..., None]) -> int:
                 failures.append(error)
                 outcome = error.outcome
             bar.remove_task(task)
-            took = f"{time.perf_counter() - begin:.1f}"
-            table.add_row(path.stem, took, outcome)
-            if len(lessons) > 1 and not console.is_terminal:
-                print(f"{path.stem}: {outcome} after {took} s", flush=True)
-    if len(lessons) > 1 or not failures:  # a single failure's sentence says it all
+            took = time.perf_counter() - begin
+            table.add_row(path.stem, f"{took:7.1f}", outcome)
+            if several and not console.is_terminal:
+                print(f"{path.stem}: {outcome} after {took:.1f} s", flush=True)
+    if several or not failures:  # a single failure's sentence says it all
         console.print(table)
     for error in failures:
         more = f" (see {shown(error.notebook)})" if error.notebook else ""
@@ -178,9 +166,7 @@ def run_all(lessons: Sequence[Path], execute: Callable[..., None]) -> int:
 @click.option("-p", "pairs", nargs=2, multiple=True, metavar="NAME VALUE", help="a parameter")
 @click.option("--save", is_flag=True, help="run on the CPU and keep the outputs in notebooks/")
 @click.pass_obj
-def command(
-    root: Path, lessons: tuple[str, ...], pairs: tuple[tuple[str, str], ...], save: bool
-) -> int:
+def command(root: Path, lessons: Sequence[str], pairs: Sequence[Sequence[str]], save: bool) -> int:
     parameters = {name: parse_value(value) for name, value in pairs}
     if save and parameters:
         raise CourseError("--save takes no parameters: it keeps what the defaults give.", 2)

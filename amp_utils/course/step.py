@@ -41,14 +41,13 @@ class Steps:
 
     def parts(self) -> list[Run]:
         """Each of PARTS alone: its kernels in order, with the tensors that they get in a step."""
-        calls: dict[str, list[Run]] = {part: [] for part in PARTS}
-        with Trace() as trace:
+        with Trace() as gradients:
             self.gradients()
-        for call in trace.calls:
-            calls[KINDS.get(call.func.overloadpacket.__name__, "pointwise, loss")].append(call)
-        with Trace() as trace:
+        with Trace() as update:
             self.update()
-        calls["optimizer"] = trace.calls
+        calls: dict[str, list[Run]] = {part: [] for part in PARTS} | {"optimizer": update.calls}
+        for call in gradients.calls:
+            calls[KINDS.get(call.func.overloadpacket.__name__, "pointwise, loss")].append(call)
         return [partial(replay, calls[part]) for part in PARTS]
 
 
@@ -72,23 +71,23 @@ def replay(calls: Sequence[Run]) -> None:
     _ = [call() for call in calls]
 
 
-def gain_by_parts(*seconds: float) -> float:
-    """The gain that the parts predict over the measured one.
+def halves(values: Sequence) -> list[tuple]:
+    """Pair the values of a float32 step, followed by its parts, with those of a 16-bit step."""
+    half = len(values) // 2
+    return [*zip(values[:half], values[half:], strict=True)]
 
-    `seconds` are those of a float32 step and its parts, then of a 16-bit step and its parts.
-    """
-    half = len(seconds) // 2
-    (fp32, *fp32_parts), (low, *low_parts) = seconds[:half], seconds[half:]
-    return sum(fp32_parts) / sum(low_parts) / (fp32 / low)
+
+def gain_by_parts(*seconds: float) -> float:
+    """The gain that the parts predict over the measured one; `seconds` as in `halves`."""
+    (fp32, low), *parts = halves(seconds)
+    return sum(part for part, _ in parts) / sum(part for _, part in parts) / (fp32 / low)
 
 
 def table(name: str, seconds: Sequence[float], gain_by_parts: float) -> str:
     """Where a step's time goes, and how well the parts explain the gain."""
-    half = len(seconds) // 2
-    rows = dict(
-        zip(("step", *PARTS), zip(seconds[:half], seconds[half:], strict=True), strict=True)
-    )
-    rows["sum of the parts"] = sum(seconds[1:half]), sum(seconds[half + 1 :])
+    step, *parts = halves(seconds)
+    rows = {"step": step, **dict(zip(PARTS, parts, strict=True))}
+    rows["sum of the parts"] = tuple(map(sum, zip(*parts, strict=True)))
     lines = [f"\n{name:<20}{'fp32, ms':>10}{'16 bits, ms':>13}{'gain':>8}"]
     for row, (fp32, low) in rows.items():
         gain = "" if row == "casts" else f"{fp32 / low:8.3f}"

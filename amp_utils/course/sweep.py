@@ -31,6 +31,7 @@ Result = tuple[str, str | None]  # the name of a run, and why it failed
 LARGE = 100  # runs; more are rarely meant
 NOTE = "sweep.json"  # what is swept in a folder
 LOCK = ".lock"  # of a sweep's folder, and of each run's
+AGAIN = "the same command finishes what is missing."
 
 
 class Abandoned(BaseException):
@@ -39,31 +40,30 @@ class Abandoned(BaseException):
 
 @contextlib.contextmanager
 def taken(out: Path, lesson: Path, grid: Grid) -> Iterator[None]:
-    """Hold the folder of a sweep, and note in it what is swept.
+    """Hold the folder of a sweep, by a lock that dies with this process; note what is swept in it.
 
-    The operating system releases the lock when this process ends, however it ends. Raises
-    CourseError for a folder that is in use, or that holds anything else.
+    Raises CourseError for a folder that is in use, or that holds anything else.
     """
     source = [(cell.is_code, cell.source) for cell in notebook.cells(lesson)]
     version = hashlib.sha256(json.dumps(source).encode()).hexdigest()
-    wanted, found = {"lesson": lesson.stem, "version": version, "grid": grid}, {}
+    wanted = {"lesson": lesson.stem, "version": version, "grid": grid}
+    note, another = out / NOTE, "give another --out"
     out.mkdir(parents=True, exist_ok=True)
-    note = out / NOTE
     if not note.exists() and any(path.name[0] != "." for path in out.iterdir()):
-        raise CourseError(f"{shown(out)} holds something else: give another --out.", 2)
+        raise CourseError(f"{shown(out)} holds something else: {another}.", 2)
     try:
         lock = FileLock(out / LOCK).acquire(timeout=1)  # a killed sweep's worker may be trying it
     except Timeout:
-        sentence = f"{shown(out)} is in use by another sweep: give another --out, or wait."
-        raise CourseError(sentence, 2) from None
+        problem = f"is in use by another sweep: {another}, or wait"
+        raise CourseError(f"{shown(out)} {problem}.", 2) from None
     with lock:
-        with contextlib.suppress(ValueError):  # of a damaged note
-            found = json.loads(note.read_text() if note.exists() else json.dumps(wanted))
+        found = {} if note.exists() else wanted
+        with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged note counts as none
+            found = json.loads(note.read_text())
         for what in wanted:
             if found.get(what) != wanted[what]:
-                remedy = "give another --out, or remove that folder"
-                sentence = f"{shown(out)} holds the sweep of another {what}: {remedy}."
-                raise CourseError(sentence, 2)
+                problem = f"holds the sweep of another {what}: {another}, or remove that folder"
+                raise CourseError(f"{shown(out)} {problem}.", 2)
         write_whole(note, json.dumps(wanted, indent=1))
         yield
 
@@ -114,12 +114,11 @@ def sweep(lesson: Path, grid: Grid, out: Path) -> int:
                     bar.advance(task)
                     report.page(lesson, out / name)
             except (BrokenProcessPool, CancelledError):
-                lost = "A worker was killed or the cluster lost"
-                failures[lost] = "the same command finishes what is missing."
-            page, finished = report.write(out, lesson, runs, failures)
+                failures["A worker was killed or the cluster lost"] = AGAIN
+            finished = report.write(out, lesson, runs, failures)
     for name, reason in failures.items():
         print(f"{name}: {reason}", file=sys.stderr)
-    print(f"{finished} of {len(runs)} runs are finished: see {shown(page)}")
+    print(f"{finished} of {len(runs)} runs are finished: see {shown(out / 'report.html')}")
     return int(finished < len(runs))
 
 
@@ -128,12 +127,11 @@ def connect(scheduler: str) -> Any:
     try:
         from distributed import Client
         from distributed.comm import get_address_host_port
-    except ImportError:
-        sentence = "--scheduler needs Dask: install it with pip install distributed."
-        raise CourseError(sentence, 2) from None
-    try:
+
         get_address_host_port(scheduler)
         client = Client(scheduler, timeout=10, set_as_default=False)
+    except ImportError:
+        raise CourseError("--scheduler needs Dask: pip install distributed.", 2) from None
     except (OSError, ValueError):
         sentence = f"No Dask scheduler answers at {scheduler!r}: give HOST:PORT."
         raise CourseError(sentence, 2) from None
@@ -153,15 +151,7 @@ def connect(scheduler: str) -> Any:
 @click.option("--scheduler", metavar="ADDRESS", help="let this Dask cluster execute the runs")
 @click.option("--yes", is_flag=True, help=f"start a grid of more than {LARGE} runs")
 @click.pass_obj
-def command(
-    root: Path,
-    lesson: str,
-    pairs: tuple[str, ...],
-    out: Path | None,
-    jobs: int | None,
-    scheduler: str | None,
-    yes: bool,
-) -> int:
+def command(root: Path, lesson: str, pairs, out, jobs, scheduler, yes) -> int:
     (path,) = notebook.choose([lesson], root / "notebooks")
     grid = grids.read(pairs, path)
     count = math.prod(map(len, grid.values()))
@@ -180,5 +170,4 @@ def command(
             with joblib.parallel_config(**backend):
                 return sweep(path, grid, out)
         except KeyboardInterrupt:
-            sentence = "Interrupted: the same command finishes what is missing."
-            raise CourseError(sentence, 130) from None
+            raise CourseError(f"Interrupted: {AGAIN}", 130) from None

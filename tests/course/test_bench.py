@@ -143,7 +143,7 @@ def test_the_table_says_whether_the_parts_explain_the_step(gain, end):
 
 
 def test_a_recipe_gives_its_gain_that_of_its_products_and_its_parts(cpu):
-    step_gain, products, explained = bench.recipe(cpu, 8, 4)
+    step_gain, products, explained = cpu.recipe(8, 4)
     assert (explained.bar, explained.floor) == (1.1, 0.9) and step_gain.bar is None
     assert all(value > 0 for value in (*step_gain.values, *products.values))
     assert cpu.tables[0].startswith("\nrecipe 8/4")
@@ -192,7 +192,7 @@ def test_sweeps_are_left_out_where_they_cannot_run(missing, call, monkeypatch, c
 
 def test_a_command_that_fails_is_a_sentence():
     with pytest.raises(CourseError, match="failed: .*ZeroDivisionError"):
-        bench.command_line("-c", "1 / 0")()
+        bench.run_python("-c", "1 / 0")
 
 
 def test_a_pair_runs_from_end_to_end(call, capsys):
@@ -206,9 +206,8 @@ def test_the_sweep_and_the_loop_run_the_same_grid(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "TemporaryDirectory", lambda: Kept(tmp_path, kept))
     small = bench.GRID | {"seed": [0], "steps": [2]}
     bench.sweep_of(bench.ROOT, small)()
-    bench.command_line(
-        "-c", bench.LOOP.replace(str([*bench.GRID.values()]), str([*small.values()]))
-    )()
+    loop = bench.LOOP.replace(str([*bench.GRID.values()]), str([*small.values()]))
+    bench.run_python("-c", loop)
     for folder in kept:
         found = [path for path in folder.rglob("*.ipynb") if not path.name.startswith(".")]
         assert len(found) == 2

@@ -109,7 +109,7 @@ def test_a_failure_does_not_stop_the_rest_and_never_looks_finished(course, call,
     ("arguments", "sentence"),
     [
         (
-            "-p precison bf16",
+            "1 -p precison bf16",
             "precison = 'bf16' is not allowed: 01_float_formats has no such parameter,"
             " give one of steps, precision (did you mean precision?).",
         ),

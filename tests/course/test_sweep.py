@@ -163,8 +163,8 @@ POINTS = st.lists(st.tuples(VALUES, VALUES), min_size=2, unique_by=json.dumps)
 @example([(False, 0), ("false", 0), ("False", 0), (0, 0), ("0", 0), ("0.0", 0), (0.0, 0)])
 @example([(value, 1) for value in (True, "true", 1, "1", 1.0, "1.0", "1e0", math.inf, "Infinity")])
 @example([("x,b=y", "z"), ("x", "y,b=z"), ("X", "y"), ("x", "y")])  # also where A is a
-@example([("../a", 1), (grid.folder_name({"a": "../a"}).removeprefix("a="), 1)])
-@example([("a" * 101, 1), ("a" * 102, 1), ('"', 1), ("\\", 1), ("", 1)])
+@example([(1, "../a"), (1, grid.folder_name({"a": 1, "b": "../a"}).partition("b=")[2])])
+@example([("a" * 200, 1), ("a" * 201, 1), ('"', 1), ("\\", 1), ("", 1)])
 def test_names_of_runs_are_safe_and_tell_all_runs_apart(points):
     names = [grid.folder_name({"a": a, "b": b}) for a, b in points]
     assert len({name.lower() for name in names}) == len(names)
@@ -265,17 +265,19 @@ def test_what_is_drawn_of_a_metric():
         width = row["width"]
         row |= {"loss": 1 / width, "by.a": width, "by.b": math.inf, "flag": True, "word": "yes"}
     by_width = {f"precision={name}": {64: 1 / 64, 128: 1 / 128} for name in ("fp32", "bf16")}
-    assert report.lines(table, ["loss"], names) == ("width", by_width)
-    drawn = report.lines(table, ["by.a", "by.b"], names)[1]
-    assert drawn == {f"a, precision={name}": {64: 64, 128: 128} for name in ("fp32", "bf16")}
+    assert report.lines(table, ["loss"], names) == {("loss", "width"): by_width}
+    drawn = report.lines(table, ["by.a", "by.b"], names)
+    by_width = {f"a, precision={name}": {64: 64, 128: 128} for name in ("fp32", "bf16")}
+    assert drawn == {("by", "width"): by_width}
     for column in ("by.b", "flag", "word", "none"):
-        assert report.lines(table, [column], names)[1] == {}, column
-    assert report.lines(table[:1], ["loss"], names) == ("precision", {"": {"fp32": 1 / 64}})
-    by_precision = {"": {"fp32": 1 / 64, "bf16": 1 / 64}}
-    assert report.lines(table[::2], ["loss"], names) == ("precision", by_precision)
+        assert report.lines(table, [column], names) == {}, column
+    drawn = {("loss", "precision"): {"": {"fp32": 1 / 64}}}
+    assert report.lines(table[:1], ["loss"], names) == drawn
+    drawn["loss", "precision"][""]["bf16"] = 1 / 64
+    assert report.lines(table[::2], ["loss"], names) == drawn
     curves = [{"steps": steps, "scale": [8, 4]} for steps in (1, 2)]
     entries = {f"steps={steps}": {1: 8, 2: 4} for steps in (1, 2)}
-    assert report.lines(curves, ["scale"], ["steps"]) == ("entry", entries)
+    assert report.lines(curves, ["scale"], ["steps"]) == {("scale", "entry"): entries}
     for found in [{"": {"fp32": 1.0}}, {"bf16": {1: 1e-9, 9: 1.0}, "x": {1: 1.0}}]:
         assert report.plot("loss", "width", found)
 
@@ -292,10 +294,10 @@ def test_lists_and_numbers_of_one_metric_are_drawn_apart(course, call, monkeypat
     titles = re.findall('alt="([^"]*)"', (course / "out" / "report.html").read_text())
     assert titles == ["dtypes by entry", "dtypes by steps"]
     row = {"steps": 1, "dtypes.a": [1.0, 2.0], "dtypes.b": 3}
-    assert report.lines([row], ["dtypes.a", "dtypes.b"], ["steps"]) == (
-        "entry",
-        {"a, steps=1": {1: 1.0, 2: 2.0}},
-    )
+    assert report.lines([row], ["dtypes.a", "dtypes.b"], ["steps"]) == {
+        ("dtypes", "entry"): {"a, steps=1": {1: 1.0, 2: 2.0}},
+        ("dtypes", "steps"): {"b": {1: 3}},
+    }
 
 
 # --- one folder, one sweep
