@@ -11,7 +11,6 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _COMPILING = {"torch._dynamo", "torch.nn.attention.flex_attention"}
 IMPLICIT = DispatchKey.CompositeImplicitAutograd
@@ -108,7 +107,14 @@ def rules(device: str) -> set[str]:
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """All tensors in nested tuples, lists and dicts, faster than torch's pytree finds them."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [tensor for leaf in tree for tensor in tensors(leaf)]
 
 
 def autocast_device(inputs: list[torch.Tensor]) -> str:
