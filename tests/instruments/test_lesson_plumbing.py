@@ -1,4 +1,4 @@
-"""Lesson plumbing: parameters are refused in one sentence, exercises report, results survive the notebook."""
+"""Lesson plumbing: a sentence refuses parameters, exercises report, results survive."""
 
 import math
 
