@@ -36,6 +36,7 @@ STRADDLING = [1.0, 1.2] * 20
         ([1.06] * 20, {"bar": 1.05}, "broken"),
         (STRADDLING, {"bar": 1.1}, "cannot tell"),
         ([1.0] * 19 + [9.0], {"bar": 1.05}, "kept"),
+        ([1.0], {"bar": 1.05}, "cannot tell"),
         ([0.95] * 20, {"bar": 1.1, "floor": 0.9}, "kept"),
         ([0.8] * 20, {"bar": 1.1, "floor": 0.9}, "broken"),
         ([0.8, 1.0] * 20, {"bar": 1.1, "floor": 0.9}, "cannot tell"),
@@ -95,7 +96,7 @@ def test_growth_runs_every_size(cpu, monkeypatch):
     monkeypatch.setattr(
         bench,
         "compare",
-        lambda runs, *_: {n: timing.Timing((run(),), (run(),)) for n, run in runs.items()},
+        lambda runs, *_: {n: timing.Timing((run(),) * 2, (run(),) * 2) for n, run in runs.items()},
     )
     (result,) = cpu.growth("things", {size: lambda size=size: 5.0 * size**2 for size in (2, 4, 8)})
     assert result.values == [pytest.approx(2.0)] and result.bar == 1.1
@@ -193,6 +194,16 @@ def test_sweeps_are_left_out_where_they_cannot_run(missing, call, monkeypatch, c
 def test_a_command_that_fails_is_a_sentence():
     with pytest.raises(CourseError, match="failed: .*ZeroDivisionError"):
         bench.command_line("-c", "1 / 0")()
+
+
+def test_a_pair_that_fails_leaves_the_others_their_results(call, monkeypatch, tmp_path, capsys):
+    bad, good = bench.command_line("-c", "1 / 0"), [bench.Result("c / d", [0.5, 0.5])]
+    monkeypatch.setattr(bench, "PAIRS", {"bad": lambda _: bad(), "good": lambda _: good})
+    assert call("--device", "cpu") == 1
+    told = capsys.readouterr()
+    assert "c / d" in told.out and told.err.endswith("ZeroDivisionError: division by zero\n")
+    (kept,) = json.loads((tmp_path / "runs" / "bench-cpu.json").read_text())["results"]
+    assert kept["name"] == "c / d"
 
 
 def test_a_pair_runs_from_end_to_end(call, capsys):
