@@ -37,7 +37,7 @@ def compare(
     """Time functions in turn, A B A B …, so that a change of the machine's speed meets all alike.
 
     Each function is called `warmup` times without a clock; the device is synchronised before every
-    reading. Once `patience` seconds have passed, only the first two repeats are still made. Raises
+    reading. After the first repeat, none starts once `patience` seconds have passed. Raises
     ValueError for no runs, repeats < 1 or warmup < 0.
     """
     if not runs:
@@ -52,7 +52,7 @@ def compare(
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     deadline = perf_counter() + patience
     for repeat in range(repeats):
-        if repeat < 2 or perf_counter() < deadline:
+        if repeat == 0 or perf_counter() < deadline:
             for name, run in runs.items():
                 synchronize(device)
                 start, cpu_start = perf_counter(), cpu_clock()

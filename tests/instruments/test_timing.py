@@ -31,8 +31,8 @@ def test_runs_are_warmed_up_then_interleaved(log):
     assert log[:2] == ["a", "b"], "the clock does not run during the warm-up"
 
 
-@pytest.mark.parametrize(("patience", "repeats"), [(0, 2), (1, 2), (9, 4), (math.inf, 10)])
-def test_patience_ends_the_repeats_but_not_before_two(log, patience, repeats):
+@pytest.mark.parametrize(("patience", "repeats"), [(0, 1), (3, 1), (4, 2), (9, 3), (math.inf, 10)])
+def test_patience_ends_the_repeats_but_not_before_one(log, patience, repeats):
     """Each look at this clock takes a second: two for a repeat, and one to see whether to go on."""
     taken = timing.compare({"a": lambda: None}, repeats=10, patience=patience)
     assert len(taken["a"].seconds) == len(taken["a"].cpu_seconds) == repeats
