@@ -132,11 +132,9 @@ class Bench:
     def taught(self, steps: Steps, count: int) -> Run:
         """Steps in the training loop of lesson 10, read from its notebook."""
         lesson = notebook.load("10", device=self.device, on_gpu=not self.on_cpu)
-        name, data = (
-            "fp32" if self.on_cpu else "fp16",
-            [(steps.inputs, steps.targets)],
-        )
-        return partial(lesson.train, name, steps.net, steps.optimizer, steps.scaler, data, count)
+        precision, batches = "fp32" if self.on_cpu else "fp16", [(steps.inputs, steps.targets)]
+        learner = precision, steps.net, steps.optimizer, steps.scaler
+        return partial(lesson.train, *learner, batches, count)
 
 
 def exponent(sizes: Sequence[int], *seconds: float) -> float:

@@ -99,7 +99,7 @@ def test_growth_runs_every_size(cpu, monkeypatch):
         lambda runs, *_: {n: timing.Timing((run(),) * 2, (run(),) * 2) for n, run in runs.items()},
     )
     (result,) = cpu.growth("things", {size: lambda size=size: 5.0 * size**2 for size in (2, 4, 8)})
-    assert result.values == [pytest.approx(2.0)] and result.bar == 1.1
+    assert result.values == [pytest.approx(2.0)] * 2 and result.bar == 1.1
     assert result.verdict == "broken"
 
 
