@@ -30,7 +30,7 @@ from amp_utils.course import ROOT, CourseError, notebook, write_whole
 from amp_utils.course.step import Run, Steps, gain_by_parts, table
 from amp_utils.device import choose_device, describe
 from amp_utils.ledger import record
-from amp_utils.lesson import validate, whole
+from amp_utils.lesson import real, validate, whole
 from amp_utils.scaler import FlightRecorder
 from amp_utils.timing import Timing, compare, interval
 
@@ -80,8 +80,9 @@ class Result:
 class Bench:
     """Measures on a device; `tables` collects what is printed below the results."""
 
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats, self.on_cpu = device, repeats, device.type == "cpu"
+    def __init__(self, device: torch.device, repeats: int, patience: float = 1.0) -> None:
+        self.device, self.repeats, self.patience = device, repeats, patience
+        self.on_cpu = device.type == "cpu"
         self.low = torch.bfloat16 if self.on_cpu else torch.float16
         # The shorter a step, the more an overhead weighs: every CPU is fast in float32.
         self.fast = torch.float32 if self.on_cpu else torch.float16
@@ -89,8 +90,9 @@ class Bench:
         self.tables: list[str] = []
 
     def time(self, runs: Sequence[Run], times=1, warmup=1, patience=10) -> list[Timing]:
-        named = dict(enumerate(runs))
-        return [*compare(named, times * self.repeats, warmup, self.device, patience).values()]
+        """The timings of `runs`, with at most `patience` seconds before the last repeat."""
+        named, repeats = dict(enumerate(runs)), times * self.repeats
+        return [*compare(named, repeats, warmup, self.device, self.patience * patience).values()]
 
     def result(self, name: str, statistic: Callable, taken, wall=False, **limits) -> Result:
         """`statistic` of the times in each repeat, by the clock with the narrower interval.
@@ -257,10 +259,12 @@ PAIRS = {pair.__name__: pair for pair in BENCHMARKS + SWEEPS}
 @click.argument("pairs", nargs=-1, metavar="[PAIR]...")
 @click.option("--device", default="auto", help="auto, cpu or cuda")
 @click.option("--repeats", type=int, default=21, help="how often each run is timed, at most")
+@click.option("--patience", default=1.0, help="2: twice the time for repeats of slow runs")
 @click.pass_obj
-def command(root: Path, pairs: Sequence[str], device: str, repeats: int) -> int:
+def command(root: Path, pairs: Sequence[str], device: str, repeats: int, patience: float) -> int:
     device = choose_device(device)
-    validate({"repeats": repeats}, repeats=whole(2))
+    given = {"repeats": repeats, "patience": patience}
+    validate(given, repeats=whole(2), patience=real(above=0))
     if unknown := [pair for pair in pairs if pair not in PAIRS]:
         raise CourseError(f"{unknown[0]!r} is not a benchmark: give {', '.join(PAIRS)}.", 2)
     chosen = [PAIRS[name] for name in pairs or PAIRS]
@@ -268,7 +272,7 @@ def command(root: Path, pairs: Sequence[str], device: str, repeats: int) -> int:
         print("Sweeps are not measured: that needs papermill, joblib and two cores.")
         chosen = [pair for pair in chosen if pair not in SWEEPS]
     torch.set_num_threads(1)
-    bench, results, failed = Bench(device, repeats), [], False
+    bench, results, failed = Bench(device, repeats, patience), [], False
     print(f"{'':<44}{'median':>8}{'95% interval':>16}{'bar':>8}{'n':>4}  clock")
     for pair in chosen:
         try:

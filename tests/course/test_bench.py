@@ -83,6 +83,8 @@ def test_what_is_wrong_is_one_sentence(call, tmp_path):
         call("--device", "tpu")
     with pytest.raises(ValueError, match="^repeats = 1 is not allowed"):
         call("--repeats", "1")
+    with pytest.raises(ValueError, match="^patience = 0.0 is not allowed"):
+        call("--patience", "0")
     assert not list(tmp_path.iterdir())
 
 
