@@ -186,8 +186,9 @@ def sweep_of(root: Path, grid: Mapping[str, Sequence]) -> Run:
 class Bench:
     """Measures on a device; `tables` collects what is printed below the results."""
 
-    def __init__(self, device: torch.device, repeats: int) -> None:
-        self.device, self.repeats, self.on_cpu = device, repeats, device.type == "cpu"
+    def __init__(self, device: torch.device, repeats: int, patience: float = 1.0) -> None:
+        self.device, self.repeats, self.patience = device, repeats, patience
+        self.on_cpu = device.type == "cpu"
         self.low = torch.bfloat16 if self.on_cpu else torch.float16
         # The shorter a step, the more an overhead weighs: every CPU is fast in float32.
         self.fast = torch.float32 if self.on_cpu else torch.float16
@@ -195,8 +196,8 @@ class Bench:
         self.tables: list[str] = []
 
     def time(self, runs: Sequence[Run], times=1, warmup=1, patience=10) -> list[Timing]:
-        named = dict(enumerate(runs))
-        return [*compare(named, times * self.repeats, warmup, self.device, patience).values()]
+        named, repeats = dict(enumerate(runs)), times * self.repeats
+        return [*compare(named, repeats, warmup, self.device, self.patience * patience).values()]
 
     def result(self, name: str, statistic: Callable, taken, wall=False, **limits) -> Result:
         """`statistic` of the times in each repeat; a GPU has the wall clock only."""
@@ -302,6 +303,7 @@ class Bench:
             return self.growth("points of a sweep", runs, wall=True, warmup=0, patience=20)
 
 
+POSITIVE = click.FloatRange(0, min_open=True)
 SWEEPS = ["sweep", "points"]
 OTHERS = "recipe large checkerboard loop recorder ledger imports steps pixels".split()
 PAIRS = {name: getattr(Bench, name) for name in OTHERS + SWEEPS}
@@ -311,15 +313,16 @@ PAIRS = {name: getattr(Bench, name) for name in OTHERS + SWEEPS}
 @click.argument("pairs", nargs=-1, type=click.Choice([*PAIRS]), metavar="[PAIR]...")
 @click.option("--device", default="auto", help="auto, cpu or cuda")
 @click.option("--repeats", type=click.IntRange(2), default=21, help="most times a run is timed")
+@click.option("--patience", type=POSITIVE, default=1.0, help="2: twice as long for repeats")
 @click.pass_obj
-def command(root: Path, pairs: Sequence[str], device: str, repeats: int) -> int:
+def command(root: Path, pairs: Sequence[str], device: str, repeats: int, patience: float) -> int:
     device = choose_device(device)
     chosen = list(pairs or PAIRS)
     if any(find_spec(name) is None for name in ("papermill", "joblib")) or os.cpu_count() < 2:
         print("Sweeps are not measured: that needs papermill, joblib and two cores.")
         chosen = [name for name in chosen if name not in SWEEPS]
     torch.set_num_threads(1)
-    bench, results, failed = Bench(device, repeats), [], False
+    bench, results, failed = Bench(device, repeats, patience), [], False
     print(f"{'':<44}{'median':>8}{'95% interval':>16}{'bar':>8}{'n':>4}  clock")
     for name in chosen:
         try:

@@ -83,6 +83,8 @@ def test_what_is_wrong_is_one_sentence(call, tmp_path):
         call("--device", "tpu")
     with pytest.raises(click.UsageError, match="1 is not in the range x>=2"):
         call("--repeats", "1")
+    with pytest.raises(click.UsageError, match="0.0 is not in the range x>0"):
+        call("--patience", "0")
     assert not list(tmp_path.iterdir())
 
 
