@@ -74,7 +74,7 @@ def record() -> Iterator[list[Row]]:
     """
     rows: list[Row] = []
     kernels = _Kernels()
-    with kernels, _Calls(rows, kernels):
+    with kernels.block(), _Calls(rows, kernels):
         yield rows
 
 
@@ -298,7 +298,7 @@ def _observe(op, args, kwargs, device, low, dtypes, enabled) -> _Observation:
             torch.autocast_increment_nesting()
             torch.set_autocast_enabled(device, enabled)
             torch.set_autocast_dtype(device, low)
-            stack.enter_context(kernels)
+            stack.enter_context(kernels.block())
             stack.enter_context(calls)
             output = _floats(op(*args, **kwargs))
         except Exception as error:  # whatever the op raises means the same: it cannot run here

@@ -6,22 +6,21 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_utils.modes import Transparent, tensors
 
+_ROWS = ("crow_indices", "col_indices", "values")
+_COLUMNS = ("ccol_indices", "row_indices", "values")
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys(
-        [torch.sparse_csr, torch.sparse_bsr], ("crow_indices", "col_indices", "values")
-    ),
-    **dict.fromkeys(
-        [torch.sparse_csc, torch.sparse_bsc], ("ccol_indices", "row_indices", "values")
-    ),
+    **dict.fromkeys([torch.sparse_csr, torch.sparse_bsr], _ROWS),
+    **dict.fromkeys([torch.sparse_csc, torch.sparse_bsc], _COLUMNS),
 }
 
 
-class watch(Transparent):
-    """Counts the storages of the tensors made inside the block, each once, until it is freed.
+def watch() -> AbstractContextManager["Memory"]:
+    """Count the storages of the tensors made inside the block, each once, until it is freed.
 
     >>> with watch() as memory:
     ...     a = torch.zeros(1000)
@@ -30,15 +29,20 @@ class watch(Transparent):
     >>> memory.live, memory.peak
     (4000, 8000)
 
-    `live` and `peak` are bytes. Views count nothing, and neither does what a kernel takes and gives
-    back inside one operation, such as a BLAS library's workspace. A compiled function runs eagerly.
-    Watching costs time: never read a clock inside the block.
+    Views count nothing, and neither does what a kernel takes and gives back inside one operation,
+    such as a BLAS library's workspace. A compiled function runs eagerly. Watching costs time: never
+    read a clock inside the block.
     """
+    return Memory().block()
+
+
+class Memory(Transparent):
+    """Bytes: `live` now, and at the `peak`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._storages: dict[int, weakref.ref] = {}
+        self._known = WeakIdKeyDictionary()
 
     def reset_peak(self) -> None:
         """Forget the peak so far."""
@@ -46,22 +50,16 @@ class watch(Transparent):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         result, _ = self.run(func, types, args, kwargs or {})
-        # What an op gets was made before the block, unless it was noted when it was made.
-        known = {id(storage) for storage in _storages((args, kwargs))}
+        for storage in _storages((args, kwargs)):  # made before the block, or known
+            self._known[storage] = True
         for storage in _storages(result):
-            if id(storage) not in known:
-                self._note(storage)
+            if storage not in self._known:
+                self._known[storage] = True
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
         return result
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = id(storage), storage.nbytes()
-        if key in self._storages and self._storages[key]() is storage:
-            return
-
-        def freed(_: weakref.ref) -> None:
-            self.live -= size
-
-        self._storages[key] = weakref.ref(storage, freed)
+    def _add(self, size: int) -> None:
         self.live += size
         self.peak = max(self.peak, self.live)
 

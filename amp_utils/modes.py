@@ -3,16 +3,15 @@
 import functools
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_COMPILING = {"torch._dynamo", "torch.nn.attention.flex_attention"}
 IMPLICIT = DispatchKey.CompositeImplicitAutograd
 
 
@@ -25,25 +24,15 @@ class Transparent(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    ruled = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.ruled, self._depth, self._eagerly = False, 0, nullcontext()
-
-    def __enter__(self):
+    @contextmanager
+    def block(self) -> Iterator[Self]:
+        """Watch a block of the program."""
         # flex_attention compiles itself, which torch refuses under a mode.
-        if not self._depth and sys.modules.keys() & _COMPILING:
-            self._eagerly = torch.compiler.set_stance("force_eager")
-            self._eagerly.__enter__()
-        self._depth += 1
-        return super().__enter__()
-
-    def __exit__(self, *error) -> None:
-        super().__exit__(*error)
-        self._depth -= 1
-        if not self._depth:
-            self._eagerly.__exit__(*error)
-            self._eagerly = nullcontext()
+        compiles = sys.modules.keys() & {"torch._dynamo", "torch.nn.attention.flex_attention"}
+        with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), self:
+            yield self
 
     def run(self, func, types, args, kwargs) -> tuple[Any, DispatchKey | None]:
         """(result, key of the kernel if that only called other ops, seen by this mode)."""
@@ -123,10 +112,10 @@ def autocast_device(inputs: list[torch.Tensor]) -> str:
     return device if torch.amp.is_autocast_available(device) else "cpu"
 
 
-def _keys(*names: str) -> DispatchKeySet:
-    keys = (DispatchKeySet(getattr(DispatchKey, name)) for name in names)
+def _keys(names: Iterable[str]) -> DispatchKeySet:
+    keys = (DispatchKeySet(DispatchKey.__members__[name]) for name in names)
     return functools.reduce(operator.or_, keys)
 
 
-_LAZY = _keys("Conjugate", "Negative", "ZeroTensor")
-_AUTOCAST = _keys(*(name for name in dir(DispatchKey) if name.startswith("Autocast")))
+_LAZY = _keys(["Conjugate", "Negative", "ZeroTensor"])
+_AUTOCAST = _keys(name for name in DispatchKey.__members__ if name.startswith("Autocast"))
