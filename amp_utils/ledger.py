@@ -1,9 +1,7 @@
 """The autocast ledger: the dtype every op really ran in, and what autocast's policy for an op is.
 
-It stands at two of torch's own observation points. Above autocast, a TorchFunctionMode sees the
-call that the program wrote and the dtypes it passed; below, a TorchDispatchMode sees the
-conversions that autocast put in front of it, and the kernel that was reached. A row of the ledger
-is the difference.
+Above autocast, a TorchFunctionMode sees the calls that the program wrote; below, a
+TorchDispatchMode sees the casts that autocast inserted and the kernels that ran.
 
 >>> layer, x = torch.nn.Linear(4, 2), torch.ones(3, 4)
 >>> with record() as rows:
@@ -20,10 +18,10 @@ relu    bf16     bf16    bf16    –
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -32,9 +30,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_utils.modes import IMPLICIT, Transparent, autocast_device, rules, tensors
 
-Policy = Literal["lower_precision", "fp32", "promote", "passthrough", "banned", "unavailable"]
-
-_SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+# "bfloat16" first: it contains "float16".
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 # Like views, these calculate nothing.
 _IDLE = {"clone", "_unsafe_view", "empty_like", "new_empty", "_local_scalar_dense", "device"}
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
@@ -72,34 +69,30 @@ def record() -> Iterator[list[Row]]:
     op is done. The block sees its own thread only, as autocast does: start the ledger in the
     thread that runs the model.
     """
-    rows: list[Row] = []
-    kernels = _Kernels()
-    with kernels.block(), _Calls(rows, kernels):
-        yield rows
+    calls = _Calls()
+    with calls.kernels.block(), calls:
+        yield calls.rows
 
 
 def table(rows: list[Row]) -> str:
     """Aligned plain text, a line per row; equal neighbours are counted ("3× fp32")."""
 
-    def count(names: list[str]) -> str:
-        runs = [(name, len(list(run))) for name, run in itertools.groupby(names)]
-        return ", ".join(f"{n}× {name}" if n > 1 else name for name, n in runs) or "–"
-
-    def short(name: str) -> str:
-        return "→".join(_SHORT.get(part, part) for part in name.split("→"))
+    def cell(names: Iterable) -> str:
+        runs = [(name, len(list(run))) for name, run in itertools.groupby(map(_name, names))]
+        text = ", ".join(f"{n}× {name}" if n > 1 else name for name, n in runs) or "–"
+        return functools.reduce(lambda text, names: text.replace(*names), _SHORT.items(), text)
 
     lines = [("op", "inputs", "ran in", "output", "casts inserted")]
     for row in rows:
-        ran_in, output = short(_name(row.ran_in)), short(_name(row.output)) if row.output else "–"
-        inputs, casts = count([short(_name(d)) for d in row.inputs]), count(map(short, row.casts))
-        lines.append((row.op, inputs, ran_in, output, casts))
+        cells = row.inputs, [row.ran_in], [row.output] if row.output else [], row.casts
+        lines.append((row.op, *map(cell, cells)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def policy(
     op: Callable, *args: Any, device: str = "cpu", dtype: torch.dtype | None = None, **kwargs: Any
-) -> Policy:
+) -> str:
     """What autocast does with ``op(*args, **kwargs)``: runs it with and without autocast.
 
     `args` hold small tensors, anywhere in them; their floating dtypes do not matter, since the op
@@ -127,21 +120,20 @@ def policy(
     if not _floats((args, kwargs)):
         raise ValueError("args hold no floating-point tensor: give one, or nothing can be cast.")
     fp32 = torch.float32
-    trials = (
+    for dtypes, sought, answer in (
         ((fp32,), low, "lower_precision"),
         ((low,), fp32, "fp32"),
         ((low, fp32), None, "promote"),
-    )
-    for dtypes, sought, answer in trials:
-        on, off = (
+    ):
+        (on, casts, error), (off, own_casts, own_error) = (
             _observe(op, args, kwargs, device, low, dtypes, enabled) for enabled in (True, False)
         )
-        if on.error and (not off.error or sought is low):
-            return "banned" if "autocast" in on.error else "unavailable"
+        if error and (not own_error or sought is low):
+            return "banned" if "autocast" in error else "unavailable"
         # Autocast's doing is what differs from a run without it: some ops convert by themselves.
-        if any(made is sought for _, made in on.dtypes - off.dtypes):
+        if any(made is sought for _, made in on - off):
             return answer
-    return "promote" if (low, fp32) in on.casts and on.casts != off.casts else "passthrough"
+    return "promote" if (low, fp32) in casts and casts != own_casts else "passthrough"
 
 
 @dataclass
@@ -183,16 +175,20 @@ class _Kernels(Transparent):
 class _Calls(TorchFunctionMode):
     """Above autocast: the calls as the program wrote them; a kernel belongs to the innermost."""
 
-    def __init__(self, rows: list[Row], kernels: _Kernels) -> None:
+    autograd = True
+
+    def __init__(self) -> None:
         super().__init__()
-        self.rows, self.kernels, self.stack, self.states = rows, kernels, [], []
+        self.rows, self.casts, self.ran_in = [], [], []
+        self.kernels, self.stack = _Kernels(), []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
         if name in ("__get__", "__set__"):  # an attribute, such as x.shape
             return func(*args, **kwargs)
-        if name.startswith("__") and name.endswith("__"):
-            name = name[2:-2]
+        if torch.is_grad_enabled() and not self.autograd:
+            raise RuntimeError("no autograd without a GPU")
+        name = name.removeprefix("__").removesuffix("__")
         given, first, kernels = tensors((args, kwargs)), len(self.rows), self.kernels
         own = None if func in _BACKWARD else _State()
         outer = kernels.state, kernels.ruled
@@ -210,8 +206,8 @@ class _Calls(TorchFunctionMode):
             kernels.state, kernels.ruled = outer
         if own is None:
             return result
-        own.made.clear()
-        self.states.append(own)
+        self.casts += own.casts
+        self.ran_in += own.ran_in
         inputs, output = _floats(given), next((t.dtype for t in tensors(result)), None)
         if own.ran_in:
             inserted = _inserted((args, kwargs), own.casts, output)
@@ -256,14 +252,11 @@ def _below_its_check(func: Callable) -> Callable | None:
     return copy
 
 
-class _Observation(NamedTuple):
-    dtypes: set[tuple[str, torch.dtype]] = frozenset()  # that kernels ran in and that came out
-    casts: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
-    error: str = ""
+def _observe(op, args, kwargs, device, low, dtypes, enabled) -> tuple[set, list, str]:
+    """Run `op` once: the dtypes that kernels ran in and that came out, the casts, the error.
 
-
-def _observe(op, args, kwargs, device, low, dtypes, enabled) -> _Observation:
-    """Run `op` once on copies: the first floating tensor in dtypes[0], the others in dtypes[-1]."""
+    It runs on copies: the first floating tensor in dtypes[0], the others in dtypes[-1].
+    """
     turn = itertools.chain(dtypes[:1], itertools.repeat(dtypes[-1]))
 
     def fresh(leaf):
@@ -274,52 +267,32 @@ def _observe(op, args, kwargs, device, low, dtypes, enabled) -> _Observation:
             return torch.empty(leaf.shape, device=device, dtype=as_dtype)
         return leaf.detach().to("cpu", as_dtype, copy=True)
 
-    kernels = _Kernels()
-    calls = _Calls([], kernels)
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+    calls = _Calls()
+    # Autograd on fake CUDA tensors ends the process in a CPU build of torch.
+    calls.autograd = device == "cpu"
+    region = torch.autocast(device, low, enabled=False)
+    region._enabled = enabled  # torch.autocast refuses "cuda" where there is no GPU
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as stack:
         if device == "cuda":
             from torch._subclasses import fake_tensor  # slow to import
 
             stack.enter_context(fake_tensor.FakeTensorMode())
-            stack.enter_context(_NoAutograd())
             # It logs a traceback for each op that fails; here a failure is an answer.
             stack.callback(setattr, fake_tensor.log, "disabled", fake_tensor.log.disabled)
             fake_tensor.log.disabled = True
         try:
             args, kwargs = tree_map(fresh, (args, kwargs))
-            # torch.autocast would switch itself off for "cuda" where there is no GPU.
-            stack.callback(torch.set_autocast_enabled, device, torch.is_autocast_enabled(device))
-            stack.callback(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device))
-            stack.callback(
-                lambda: torch.autocast_decrement_nesting() or torch.clear_autocast_cache()
-            )
-            torch.autocast_increment_nesting()
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, low)
-            stack.enter_context(kernels.block())
-            stack.enter_context(calls)
-            output = _floats(op(*args, **kwargs))
+            with region, calls.kernels.block(), calls:
+                output = _floats(op(*args, **kwargs))
         except Exception as error:  # whatever the op raises means the same: it cannot run here
-            return _Observation(error=f"{type(error).__name__}: {error}")
-    ran_in = [("ran in", dtype) for state in calls.states for dtype in state.ran_in]
-    casts = tuple(cast for state in calls.states for cast in state.casts)
-    return _Observation({*ran_in, *(("output", dtype) for dtype in output)}, casts)
-
-
-class _NoAutograd(TorchFunctionMode):
-    """Refuse autograd: on fake CUDA tensors it ends the process in a CPU build of torch."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if torch.is_grad_enabled():
-            raise RuntimeError("no autograd without a GPU")
-        return func(*args, **(kwargs or {}))
+            return set(), [], f"{type(error).__name__}: {error}"
+    made = {("ran in", dtype) for dtype in calls.ran_in} | {("output", dtype) for dtype in output}
+    return made, calls.casts, ""
 
 
 def _floats(tree: Any) -> tuple[torch.dtype, ...]:
     return tuple(tensor.dtype for tensor in tensors(tree) if tensor.is_floating_point())
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
