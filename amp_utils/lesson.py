@@ -9,8 +9,7 @@ amp_utils.lesson.ParameterError: steps = -1 is not allowed: give a whole number 
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class ParameterError(ValueError):
@@ -21,8 +20,7 @@ class ParameterError(ValueError):
         return [f"ParameterError: {self}"]
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """What a parameter may be: a test, and the words for an error message."""
 
     accepts: Callable[[Any], bool]
@@ -33,15 +31,15 @@ def whole(low: int, high: int | None = None) -> Rule:
     """A whole number from `low` to `high`, both included; no upper limit where `high` is None."""
     top = math.inf if high is None else high
     words = f"of at least {low}" if high is None else f"from {low} to {high}"
-    return Rule(lambda value: _is_int(value) and low <= value <= top, f"a whole number {words}")
+    return Rule(lambda value: type(value) is int and low <= value <= top, f"a whole number {words}")
 
 
 def real(*, above=-math.inf, at_least=-math.inf, at_most=math.inf) -> Rule:
     """A finite number within the given limits; whole numbers count as numbers."""
 
     def accepts(value: Any) -> bool:
-        is_number = _is_int(value) or isinstance(value, float)
-        return is_number and math.isfinite(value) and value > above and at_least <= value <= at_most
+        number = type(value) in (int, float) and math.isfinite(value)
+        return number and value > above and at_least <= value <= at_most
 
     limits = {"above": above, "at least": at_least, "at most": at_most}
     given = [f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit)]
@@ -50,14 +48,14 @@ def real(*, above=-math.inf, at_least=-math.inf, at_most=math.inf) -> Rule:
 
 def choice(*options: str | int | float) -> Rule:
     """One of the given values, of the same type."""
-    typed = [(type(option), option) for option in options]
     words = ", ".join(map(repr, options))
+    typed = [(type(option), option) for option in options]
     return Rule(lambda value: (type(value), value) in typed, f"one of {words}")
 
 
 def flag() -> Rule:
     """True or False."""
-    return Rule(lambda value: isinstance(value, bool), "True or False")
+    return choice(True, False)
 
 
 def validate(values: Mapping[str, Any], **rules: Rule) -> None:
@@ -123,7 +121,3 @@ def recorded(notebook: Mapping[str, Any]) -> dict[str, Any]:
         for output in cell.get("outputs", []):
             results |= output.get("metadata", {}).get("amp_utils", {})
     return results
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
