@@ -19,9 +19,8 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -37,8 +36,7 @@ _IDLE = {"clone", "_unsafe_view", "empty_like", "new_empty", "_local_scalar_dens
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One op of a forward pass.
 
     `inputs` are the floating dtypes that its caller passed, `ran_in` is that of the first kernel
@@ -55,19 +53,18 @@ class Row:
 
 @contextmanager
 def record() -> Iterator[list[Row]]:
-    """Record what runs inside the ``with`` block, forward: yields a list that grows a `Row` per op.
+    """Record what runs inside the ``with`` block: yields a list that grows a `Row` per op.
 
-    Ops that only look, view, copy or allocate have no row, and neither have ops without a
-    floating-point input, nor the backward pass. ``x.float()`` and ``x.to(dtype)`` have a row of
-    their own, with no cast *inserted*. A function such as multi-head attention that calls several
-    ops has a row for each of them; a higher-order op such as `torch.cond` is one row.
+    No row: what only looks, views, copies or allocates, ops without a floating-point input, the
+    backward pass, TorchScript. A conversion by the program, such as ``x.float()``, has a row and no
+    cast *inserted*. A function that calls several ops, such as multi-head attention, has a row for
+    each; a higher-order op, such as `torch.cond`, has one.
 
     Results stay what they are, except that `torch.nn.MultiheadAttention` and the transformer
     layers do not take their fused shortcut, a compiled function runs eagerly, and
     `torch.linalg.svdvals` and its like take another kernel under any of torch's modes (the last
-    bit may differ). TorchScript leaves no rows. What an op makes inside stays in memory until the
-    op is done. The block sees its own thread only, as autocast does: start the ledger in the
-    thread that runs the model.
+    bit may differ). What an op makes inside stays in memory until it is done. The block sees its
+    own thread only, as autocast does.
     """
     calls = _Calls()
     with calls.kernels.block(), calls:
@@ -95,11 +92,10 @@ def policy(
 ) -> str:
     """What autocast does with ``op(*args, **kwargs)``: runs it with and without autocast.
 
-    `args` hold small tensors, anywhere in them; their floating dtypes do not matter, since the op
-    runs on copies that are all float32, all `dtype` (default: bfloat16 on "cpu", float16 on
-    "cuda"), and mixed. On "cuda" the copies are torch's fake tensors, which have a dtype but no
-    data, and no GPU is needed or used; autograd, and tensors that `op` brings along itself, make
-    it unavailable. Arguments, random state and autocast's own state stay as they were; the running
+    `args` hold small tensors, anywhere in them; `op` runs on copies that are all float32, all
+    `dtype` (default: bfloat16 on "cpu", float16 on "cuda"), and mixed. On "cuda" these are fake
+    tensors, which have no data and need no GPU; autograd, and tensors that `op` brings along, make
+    it unavailable. Arguments, random state and autocast's state stay as they were; the running
     statistics of a BatchNorm module in training mode do not.
 
     - lower_precision: float32 inputs run in `dtype`
@@ -109,8 +105,7 @@ def policy(
     - banned: autocast refuses to run it
     - unavailable: it cannot run here, so nothing is known
 
-    Raises ValueError for another `device` or `dtype`, and where `args` hold no floating-point
-    tensor.
+    ValueError for another `device` or `dtype`, or where `args` hold no floating-point tensor.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device = {device!r} is not allowed: give 'cpu' or 'cuda'.")
@@ -136,20 +131,10 @@ def policy(
     return "promote" if (low, fp32) in casts and casts != own_casts else "passthrough"
 
 
-@dataclass
-class _State:
-    """What the kernels of one call did."""
-
-    casts: list[tuple[torch.dtype, torch.dtype]] = field(default_factory=list)
-    ran_in: list[torch.dtype] = field(default_factory=list)
-    # By id, and kept alive, so that no id is used twice.
-    made: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
 class _Kernels(Transparent):
     """Below autocast: the casts and the kernels of the call that `state` belongs to."""
 
-    state: _State | None = None
+    state = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, state = kwargs or {}, self.state
@@ -182,30 +167,27 @@ class _Calls(TorchFunctionMode):
         self.rows, self.casts, self.ran_in = [], [], []
         self.kernels, self.stack = _Kernels(), []
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, _, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__"):  # an attribute, such as x.shape
-            return func(*args, **kwargs)
         if torch.is_grad_enabled() and not self.autograd:
             raise RuntimeError("no autograd without a GPU")
+        # An attribute, such as x.shape, or the backward pass.
+        if name in ("__get__", "__set__") or func in _BACKWARD:
+            return func(*args, **kwargs)
         name = name.removeprefix("__").removesuffix("__")
         given, first, kernels = tensors((args, kwargs)), len(self.rows), self.kernels
-        own = None if func in _BACKWARD else _State()
+        # What the kernels make is kept alive by its id, so that no id is used twice.
+        own = types.SimpleNamespace(casts=[], ran_in=[], made={})
         outer = kernels.state, kernels.ruled
         kernels.state, kernels.ruled = own, f"aten::{name}" in rules(autocast_device(given))
+        inside = None if func in self.stack else _below_its_check(func)
         self.stack.append(func)
         try:
-            inside = None if own is None or func in self.stack[:-1] else _below_its_check(func)
-            if inside is None:
-                result = func(*args, **kwargs)
-            else:
-                with self:
-                    result = inside(*args, **kwargs)
+            with self if inside else nullcontext():
+                result = (inside or func)(*args, **kwargs)
         finally:
             self.stack.pop()
             kernels.state, kernels.ruled = outer
-        if own is None:
-            return result
         self.casts += own.casts
         self.ran_in += own.ran_in
         inputs, output = _floats(given), next((t.dtype for t in tensors(result)), None)
@@ -216,17 +198,17 @@ class _Calls(TorchFunctionMode):
             self.rows.append(Row(name, inputs, own.casts[-1][1], output, ()))
         elif len(self.rows) == first + 1:
             # A Python function around one op: the caller knows it by the outer name.
-            self.rows[first] = replace(self.rows[first], op=name, inputs=inputs)
+            self.rows[first] = self.rows[first]._replace(op=name, inputs=inputs)
         return result
 
 
 def _inserted(arguments: Any, casts: list, output: torch.dtype | None) -> tuple[str, ...]:
     """Those of a call's casts that are autocast's, by name."""
     devices = {autocast_device([tensor]) for tensor in tensors(arguments)}
-    if not any(map(torch.is_autocast_enabled, devices)):
+    # A dtype among them is the caller's own wish, as in softmax(x, dtype=...).
+    asked = any(isinstance(leaf, torch.dtype) for leaf in tree_leaves(arguments))
+    if asked or not any(map(torch.is_autocast_enabled, devices)):
         return ()
-    if any(isinstance(leaf, torch.dtype) for leaf in tree_leaves(arguments)):
-        return ()  # the caller's own wish, as in softmax(x, dtype=...)
     # Where autocast widens, the result is not narrow; an op that hands back the narrow dtype has
     # widened by itself, as attention does where there is no fused kernel.
     return tuple(
@@ -240,14 +222,14 @@ def _below_its_check(func: Callable) -> Callable | None:
     torch's Python functions first ask whether a mode wants the call. A copy whose question is
     answered "no" goes on to the body, and there the mode, active again, sees the ops.
     """
-    code = getattr(func, "__code__", None)
-    checks = [
-        name for name in getattr(code, "co_names", ()) if name.startswith("has_torch_function")
-    ]
+    names = getattr(getattr(func, "__code__", None), "co_names", ())
+    checks = [name for name in names if name.startswith("has_torch_function")]
     if not checks:
         return None
     scope = {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}
-    copy = types.FunctionType(code, scope, func.__name__, func.__defaults__, func.__closure__)
+    copy = types.FunctionType(
+        func.__code__, scope, func.__name__, func.__defaults__, func.__closure__
+    )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
 

@@ -53,11 +53,6 @@ def choice(*options: str | int | float) -> Rule:
     return Rule(lambda value: (type(value), value) in typed, f"one of {words}")
 
 
-def flag() -> Rule:
-    """True or False."""
-    return choice(True, False)
-
-
 def validate(values: Mapping[str, Any], **rules: Rule) -> None:
     """Check `values[name]` against each rule; `values` is usually the notebook's `globals()`.
 

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_utils.modes import Transparent, tensors
 
@@ -39,10 +38,11 @@ def watch() -> AbstractContextManager["Memory"]:
 class Memory(Transparent):
     """Bytes: `live` now, and at the `peak`."""
 
+    live = peak = 0
+
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self._known = WeakIdKeyDictionary()
+        self._known = weakref.WeakSet()
 
     def reset_peak(self) -> None:
         """Forget the peak so far."""
@@ -50,11 +50,10 @@ class Memory(Transparent):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         result, _ = self.run(func, types, args, kwargs or {})
-        for storage in _storages((args, kwargs)):  # made before the block, or known
-            self._known[storage] = True
+        self._known.update(_storages((args, kwargs)))  # made before the block, if not known yet
         for storage in _storages(result):
             if storage not in self._known:
-                self._known[storage] = True
+                self._known.add(storage)
                 self._add(storage.nbytes())
                 weakref.finalize(storage, self._add, -storage.nbytes())
         return result

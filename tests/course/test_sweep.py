@@ -32,9 +32,11 @@ precision: str = "fp32"  # format to compute in
 rate: float = 0.1  # learning rate
 loud: bool = False  # whether to print"""
 VALIDATE = """\
-from amp_utils.lesson import choice, flag, real, record, validate, whole
+from amp_utils.lesson import choice, real, record, validate, whole
 validate(globals(), steps=whole(1, 99), precision=choice("fp32", "bf16", "a/b", "<b>"))"""
-VALIDATE_AGAIN = "validate(globals(), rate=real(above=0), loud=flag())\nprint('accepted')"
+VALIDATE_AGAIN = (
+    "validate(globals(), rate=real(above=0), loud=choice(True, False))\nprint('accepted')"
+)
 WORK = """\
 import os
 with open("../journal", "a") as journal:
@@ -125,7 +127,7 @@ REFUSED = {
     "1 --set step=1": f"step = 1 is not allowed: {QUICK} has no such parameter, give one of steps,",
     "1 --set steps=1,many --jobs 1": "steps = 'many' is not allowed: give a whole number from 1 ",
     "1 --set steps=1.5 --jobs 1": "steps = 1.5 is not allowed: give a whole number from 1 to 99.",
-    "1 --set loud=1 --jobs 1": "loud = 1 is not allowed: give True or False.",
+    "1 --set loud=1 --jobs 1": "loud = 1 is not allowed: give one of True, False.",
     "1 --set steps=1,2,1": "steps = 1 is given twice: give each value once.",
     "1 --set rate=1,1.0": "rate = 1.0 is given twice: give each value once.",
     "1 --set steps=1 --set steps=2": "steps is given twice: give all its values in one --set.",

@@ -16,7 +16,7 @@ from amp_utils import lesson
         (lesson.real(at_least=0, at_most=1), [0, 1, 0.5], [-0.1, 1.1]),
         (lesson.choice("fp16", "bf16"), ["fp16"], ["fp12", "", 16, None]),
         (lesson.choice(1, 2), [1], [True, 1.0, "1"]),
-        (lesson.flag(), [True, False], [0, 1, "yes"]),
+        (lesson.choice(True, False), [True, False], [0, 1, "yes"]),
     ],
 )
 def test_a_rule_accepts_what_it_says_and_nothing_else(rule, good, bad):
