@@ -1,8 +1,8 @@
 """Anatomy of a floating-point format: fields, values, spacing, range and rounding.
 
-A finite value is ``(-1)**sign * n * 2**(e - mantissa_bits)``: ``n`` has ``mantissa_bits + 1`` bits,
-and loses its leading one where ``e`` is that of the smallest normal number (IEEE 754-2019, section
-3.3; OCP 8-bit floating point 1.0). Torch converts nothing here, so it can be the tests' oracle.
+A finite value is ``(-1)**sign * n * 2**(e - mantissa_bits)``; ``n`` has ``mantissa_bits + 1`` bits,
+fewer in a subnormal number (IEEE 754-2019, section 3.3; OCP 8-bit floating point 1.0). Nothing here
+uses torch's own conversions, so that torch can be the oracle in tests.
 
 >>> FP16.decode(0b0_01111_0000000001), FP16.max, FP16.ulp(2048.0)
 (1.0009765625, 65504.0, 2.0)
@@ -24,8 +24,8 @@ class Format:
     in hardware it is a float32 whose last 13 mantissa bits are ignored; here it is the 19 bits that
     remain. `finite_only` marks fp8 e4m3fn: no infinities, NaN only where all bits but the sign are
     one; values that are too large, infinity included, become the largest one, as in torch 2.13's
-    ``.to()``. Half of `smallest_subnormal` and anything less rounds to zero; `eps` is the spacing
-    just above 1; `bias` is what the exponent field of a normal number has added.
+    ``.to()``. `bias` is added to a power of two to give its exponent field, `eps` is the spacing
+    just above 1, and half of `smallest_subnormal` or less rounds to zero.
     """
 
     name: str
@@ -135,10 +135,8 @@ FORMATS: dict[str, Format] = {f.name: f for f in (FP64, FP32, TF32, FP16, BF16, 
 
 def of(key: str | torch.dtype | Format) -> Format:
     """Find a format by name ("fp16") or torch dtype, or pass one through; else ValueError."""
-    if isinstance(key, Format):
-        return key
-    for format in FORMATS.values():
-        if key == format.name or (key == format.dtype and key is not None):
-            return format
-    names = ", ".join(repr(name) for name in FORMATS)
+    known = {name: f for f in FORMATS.values() for name in (f.name, f.dtype or f.name)}
+    if isinstance(key, Format) or key in known:
+        return known.get(key, key)
+    names = ", ".join(map(repr, FORMATS))
     raise ValueError(f"format = {key!r} is not known: give one of {names}, or its torch dtype.")

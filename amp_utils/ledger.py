@@ -1,8 +1,5 @@
 """The autocast ledger: the dtype every op really ran in, and what autocast's policy for an op is.
 
-Above autocast, a TorchFunctionMode sees the calls that the program wrote; below, a
-TorchDispatchMode sees the casts that autocast inserted and the kernels that ran.
-
 >>> layer, x = torch.nn.Linear(4, 2), torch.ones(3, 4)
 >>> with record() as rows:
 ...     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -60,11 +57,10 @@ def record() -> Iterator[list[Row]]:
     cast *inserted*. A function that calls several ops, such as multi-head attention, has a row for
     each; a higher-order op, such as `torch.cond`, has one.
 
-    Results stay what they are, except that `torch.nn.MultiheadAttention` and the transformer
-    layers do not take their fused shortcut, a compiled function runs eagerly, and
-    `torch.linalg.svdvals` and its like take another kernel under any of torch's modes (the last
-    bit may differ). What an op makes inside stays in memory until it is done. The block sees its
-    own thread only, as autocast does.
+    Results stay what they are, except that `torch.nn.MultiheadAttention` and transformer layers do
+    not take their fused shortcut, a compiled function runs eagerly, and `torch.linalg.svdvals` and
+    its like take another kernel under any mode of torch's (the last bit may differ). What an op
+    makes inside stays in memory until it is done. The block sees its own thread only.
     """
     calls = _Calls()
     with calls.kernels.block(), calls:
@@ -209,8 +205,7 @@ def _inserted(arguments: Any, casts: list, output: torch.dtype | None) -> tuple[
     asked = any(isinstance(leaf, torch.dtype) for leaf in tree_leaves(arguments))
     if asked or not any(map(torch.is_autocast_enabled, devices)):
         return ()
-    # Where autocast widens, the result is not narrow; an op that hands back the narrow dtype has
-    # widened by itself, as attention does where there is no fused kernel.
+    # An op that hands back the narrow dtype has widened by itself (attention, if not fused).
     return tuple(
         f"{_name(a)}→{_name(b)}" for a, b in casts if torch.promote_types(a, b) != b or output != a
     )
@@ -222,14 +217,12 @@ def _below_its_check(func: Callable) -> Callable | None:
     torch's Python functions first ask whether a mode wants the call. A copy whose question is
     answered "no" goes on to the body, and there the mode, active again, sees the ops.
     """
-    names = getattr(getattr(func, "__code__", None), "co_names", ())
-    checks = [name for name in names if name.startswith("has_torch_function")]
+    code = getattr(func, "__code__", None)
+    checks = [name for name in code.co_names if "has_torch_function" in name] if code else []
     if not checks:
         return None
     scope = {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}
-    copy = types.FunctionType(
-        func.__code__, scope, func.__name__, func.__defaults__, func.__closure__
-    )
+    copy = types.FunctionType(code, scope, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
 

@@ -1,15 +1,11 @@
-"""Lesson plumbing: validate parameters, compare predictions, check exercises, record results.
-
->>> validate({"steps": -1}, steps=whole(1, 1000))
-Traceback (most recent call last):
-    ...
-amp_utils.lesson.ParameterError: steps = -1 is not allowed: give a whole number from 1 to 1000.
-"""
+"""Lesson plumbing: validate parameters, compare predictions, check exercises, record results."""
 
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+Rule = tuple[Callable[[Any], bool], str]  # a test, and what is allowed in words
 
 
 class ParameterError(ValueError):
@@ -20,18 +16,10 @@ class ParameterError(ValueError):
         return [f"ParameterError: {self}"]
 
 
-class Rule(NamedTuple):
-    """What a parameter may be: a test, and the words for an error message."""
-
-    accepts: Callable[[Any], bool]
-    allowed: str
-
-
-def whole(low: int, high: int | None = None) -> Rule:
-    """A whole number from `low` to `high`, both included; no upper limit where `high` is None."""
-    top = math.inf if high is None else high
-    words = f"of at least {low}" if high is None else f"from {low} to {high}"
-    return Rule(lambda value: type(value) is int and low <= value <= top, f"a whole number {words}")
+def whole(low: int, high: float = math.inf) -> Rule:
+    """A whole number from `low` to `high`, both included."""
+    words = f"from {low} to {high}" if high < math.inf else f"of at least {low}"
+    return lambda value: type(value) is int and low <= value <= high, f"a whole number {words}"
 
 
 def real(*, above=-math.inf, at_least=-math.inf, at_most=math.inf) -> Rule:
@@ -43,14 +31,14 @@ def real(*, above=-math.inf, at_least=-math.inf, at_most=math.inf) -> Rule:
 
     limits = {"above": above, "at least": at_least, "at most": at_most}
     given = [f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit)]
-    return Rule(accepts, f"a finite number {' and '.join(given)}".strip())
+    return accepts, f"a finite number {' and '.join(given)}".strip()
 
 
 def choice(*options: str | int | float) -> Rule:
     """One of the given values, of the same type."""
     words = ", ".join(map(repr, options))
     typed = [(type(option), option) for option in options]
-    return Rule(lambda value: (type(value), value) in typed, f"one of {words}")
+    return lambda value: (type(value), value) in typed, f"one of {words}"
 
 
 def validate(values: Mapping[str, Any], **rules: Rule) -> None:
@@ -58,9 +46,9 @@ def validate(values: Mapping[str, Any], **rules: Rule) -> None:
 
     Raises ParameterError for the first bad value, naming parameter, value and what is allowed.
     """
-    for name, rule in rules.items():
-        if not rule.accepts(values[name]):
-            raise ParameterError(f"{name} = {values[name]!r} is not allowed: give {rule.allowed}.")
+    for name, (accepts, allowed) in rules.items():
+        if not accepts(values[name]):
+            raise ParameterError(f"{name} = {values[name]!r} is not allowed: give {allowed}.")
 
 
 def predict(guess: Any, answer: Any) -> None:

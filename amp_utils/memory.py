@@ -28,9 +28,8 @@ def watch() -> AbstractContextManager["Memory"]:
     >>> memory.live, memory.peak
     (4000, 8000)
 
-    Views count nothing, and neither does what a kernel takes and gives back inside one operation,
-    such as a BLAS library's workspace. A compiled function runs eagerly. Watching costs time: never
-    read a clock inside the block.
+    Views count nothing, and neither does a kernel's workspace. A compiled function runs eagerly.
+    Watching costs time: never read a clock inside the block.
     """
     return Memory().block()
 
@@ -73,8 +72,7 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
 def without_data() -> AbstractContextManager:
     """Tensors made inside have shapes and dtypes but no data: any network "runs" anywhere.
 
-    torch's fake tensors, on the CPU; meant for `watch` and for dtypes. What asks for a value
-    (`item`, `if`) raises.
+    What asks for a value (`item`, `if`) raises.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 

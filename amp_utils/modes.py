@@ -18,9 +18,8 @@ IMPLICIT = DispatchKey.CompositeImplicitAutograd
 class Transparent(TorchDispatchMode):
     """A dispatch mode under which ops do what they do without one, by calling `run`.
 
-    Inside `__torch_dispatch__`, torch switches off autocast for the ops that a kernel calls.
-    Unwatched, they are autocast like any others, except inside an op that autocast has a rule for
-    (`ruled`).
+    Inside `__torch_dispatch__`, torch switches off autocast for the ops that a kernel calls, which
+    are autocast when unwatched, except inside an op that autocast has a rule for (`ruled`).
     """
 
     supports_higher_order_operators = True
@@ -41,10 +40,9 @@ class Transparent(TorchDispatchMode):
         inputs, outer = tensors((args, kwargs)), self.ruled
         self.ruled = outer or func._schema.name in rules(autocast_device(inputs))
         # Nested tensors and subclasses have kernels of their own; fake tensors take the usual ones.
-        plain = all(t.__name__ == "FakeTensor" for t in types) and not any(
-            tensor.is_nested or tensor.is_mkldnn for tensor in inputs
-        )
-        kernel = _composite(func) if inputs and plain else None
+        special = [t for t in types if t.__name__ != "FakeTensor"]
+        special += [tensor for tensor in inputs if tensor.is_nested or tensor.is_mkldnn]
+        kernel = _composite(func) if inputs and not special else None
         if self.ruled and kernel != IMPLICIT:
             kernel = None
         if func.is_view and kernel is None:
@@ -74,8 +72,7 @@ def _unwatched(ruled: bool) -> Iterator[None]:
 def _composite(func: OpOverload) -> DispatchKey | None:
     """The key of `func`'s kernel, if that calculates nothing itself and only calls other ops.
 
-    With autograd on, torch takes most of these apart before a mode sees them; in inference mode,
-    none.
+    With autograd on, torch takes most of these apart before a mode sees them.
     """
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     if has(IMPLICIT):
@@ -97,13 +94,11 @@ def rules(device: str) -> set[str]:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """All tensors in nested tuples, lists and dicts, faster than torch's pytree finds them."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
     if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (tuple, list)):
-        return []
-    return [tensor for leaf in tree for tensor in tensors(leaf)]
+        tree = list(tree.values())
+    if isinstance(tree, (tuple, list)):
+        return [tensor for leaf in tree for tensor in tensors(leaf)]
+    return [tree] if isinstance(tree, torch.Tensor) else []
 
 
 def autocast_device(inputs: list[torch.Tensor]) -> str:
