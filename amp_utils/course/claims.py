@@ -27,8 +27,6 @@ EVALUATE = "__import__('amp_utils.course.claims').course.claims.evaluate(lambda 
 class Claim(SimpleNamespace):
     """An entry of claims.toml, whose head explains the fields; claims.schema.json checks them."""
 
-    ours = False
-
     def holds(self, value: Any) -> bool:
         """Whether a measured value stands to the published one as the claim says."""
         if self.compare == "equal":
@@ -67,7 +65,8 @@ def read(notebooks: Path) -> tuple[dict[str, str], list[Claim], dict[str, dict]]
     for name, fields in entries.items():
         if fields["source"] not in sources:
             raise CourseError(f"claims.toml, {name}: {fields['source']!r} is not among [sources].")
-    return sources, [Claim(id=name, **fields) for name, fields in entries.items()], measured
+    claims = [Claim(**{"id": name, "ours": False, **fields}) for name, fields in entries.items()]
+    return sources, claims, measured
 
 
 def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list[str]]:
@@ -78,8 +77,7 @@ def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list
     quiet = ["--IPKernelApp.log_level=50"]  # no traceback after Ctrl-C
     client = NotebookClient(notebook.read(lesson), resources=resources, extra_arguments=quiet)
     tags = set().union(*map(notebook.tags, client.nb.cells))
-    lost = [claim for claim in claims if claim.cell not in tags]
-    failures = [f"{claim.id}: {lesson.stem} has no cell tagged {claim.cell}." for claim in lost]
+    failures = [f"{c.id}: no cell is tagged {c.cell}." for c in claims if c.cell not in tags]
     values = {}
     try:
         with client.setup_kernel():

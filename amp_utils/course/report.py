@@ -22,16 +22,16 @@ Runs = Mapping[str, Mapping[str, Any]]  # parameters by name
 
 def page(lesson: Path, folder: Path) -> Path | None:
     """The notebook that a run has left, finished or failed, as an HTML page that is up to date."""
-    for source in (folder / lesson.name, folder / f"{lesson.stem}.failed.ipynb"):
+    left = folder / lesson.name, folder / f"{lesson.stem}.failed.ipynb"
+    for source in filter(Path.exists, left):
         target = source.with_suffix(".html")
-        if source.exists():
-            if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
-                try:
-                    body = pages.cells(notebook.read(source), lesson.parent)
-                except CourseError as error:  # of a picture or formula: the report goes on without
-                    body = escape(str(error))
-                write_whole(target, pages.page(f"{folder.name} · {lesson.stem}", body))
-            return target
+        if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
+            try:
+                body = pages.cells(notebook.read(source), lesson.parent)
+            except CourseError as error:  # of a picture or formula: the report goes on without
+                body = escape(str(error))
+            write_whole(target, pages.page(f"{folder.name} · {lesson.stem}", body))
+        return target
     return None
 
 
@@ -122,8 +122,6 @@ def plot(metric: str, axis: str, found: Mapping[str, Mapping[Any, float]]) -> st
 
 def brief(value: Any) -> str:
     """A value for a cell of the table; results.csv has every digit."""
-    if isinstance(value, list) and len(value) > 4:
-        return f"{len(value)} values"
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

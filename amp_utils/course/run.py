@@ -59,16 +59,9 @@ def failure(lesson: Path, error: Exception) -> str:
 
 
 def run_lesson(
-    path: Path,
-    runs: Path,
-    parameters: Mapping[str, Any],
-    step: Callable[..., None],
-    save_each_cell: bool = True,
+    path: Path, runs: Path, parameters: Mapping[str, Any], step: Callable[..., None]
 ) -> None:
-    """Execute one lesson into `runs`, where an older result is removed first. Raises CourseError.
-
-    Saving after each cell takes a tenth of a short run; else a dead kernel leaves no notebook.
-    """
+    """Execute one lesson into `runs`, calling `step` after each cell. Raises CourseError."""
     finished, under_way = runs / path.name, runs / f".{path.stem}.partial.ipynb"
     failed = finished.with_suffix(".failed.ipynb")
     runs.mkdir(exist_ok=True)
@@ -82,16 +75,12 @@ def run_lesson(
             cwd=path.parent,
             progress_bar=False,
             on_cell_executed=step,
-            request_save_on_cell_execute=save_each_cell,
             coalesce_streams=True,  # one output per stream, however often it was flushed
             extra_arguments=["--IPKernelApp.log_level=50"],  # no traceback after Ctrl-C
         )
-        os.replace(under_way, finished)
+        under_way.replace(finished)
     except Exception as error:  # also an unknown kernel or a full disk
-        see = ""
-        if under_way.exists():
-            os.replace(under_way, failed)
-            see = f" (see {shown(failed)})"
+        see = f" (see {shown(under_way.replace(failed))})" if under_way.exists() else ""
         raise CourseError(failure(path, error) + see) from None
     finally:
         under_way.unlink(missing_ok=True)
@@ -127,7 +116,7 @@ def command(root: Path, lessons: Sequence[str], pairs: Sequence[Sequence[str]], 
             bar.update(task, description=path.stem)
             begin = time.perf_counter()
             try:
-                run_lesson(path, runs, parameters, lambda **_: bar.advance(task), not save)
+                run_lesson(path, runs, parameters, lambda **_: bar.advance(task))
                 if save:
                     keep_outputs(path, runs / path.name)
                 print(f"{path.stem}: done after {time.perf_counter() - begin:.1f} s", flush=True)

@@ -91,29 +91,21 @@ def refusals(lesson: Path, points: Sequence[Parameters]) -> list[str]:
 
 @contextlib.contextmanager
 def taken(out: Path, lesson: Path, grid: Grid) -> Iterator[None]:
-    """Hold the folder of a sweep, by a lock that dies with this process; note what is swept in it.
-
-    Raises CourseError for a folder that is in use, or that holds anything else.
-    """
+    """Hold a sweep's folder by a lock that dies with this process; note what is swept in it."""
     source = [(cell.is_code, cell.source) for cell in notebook.cells(lesson)]
     version = hashlib.sha256(json.dumps(source).encode()).hexdigest()
     wanted = json.dumps({"lesson": lesson.stem, "version": version, "grid": grid}, indent=1)
     out.mkdir(parents=True, exist_ok=True)
-
-    def check() -> None:
-        names = [path.name for path in out.iterdir() if path.name[0] != "."]
-        if names and (NOTE not in names or (out / NOTE).read_text() != wanted):
-            problem = "holds something else, or the sweep of another lesson, version or grid"
-            raise CourseError(f"{shown(out)} {problem}: give another --out, or remove it.", 2)
-
-    check()  # before a foreign folder gets a lock
+    names = [path.name for path in out.iterdir() if path.name[0] != "."]
+    if names and (NOTE not in names or (out / NOTE).read_text("utf-8", "replace") != wanted):
+        problem = "holds something else, or the sweep of another lesson, version or grid"
+        raise CourseError(f"{shown(out)} {problem}: give another --out, or remove it.", 2)
     try:
         lock = FileLock(out / LOCK).acquire(timeout=1)  # a killed sweep's worker may be trying it
     except Timeout:
         problem = "is in use by another sweep: give another --out, or wait"
         raise CourseError(f"{shown(out)} {problem}.", 2) from None
     with lock:
-        check()
         write_whole(out / NOTE, wanted)
         yield
 
@@ -133,17 +125,14 @@ def execute(
         go_on()
         try:
             if not (folder / lesson.name).exists():
-                run_lesson(lesson, folder, parameters, go_on, save_each_cell=False)
+                run_lesson(lesson, folder, parameters, go_on)
         except CourseError as error:
             return folder.name, str(error)
     return folder.name, None
 
 
 def sweep(lesson: Path, grid: Grid, out: Path) -> int:
-    """Execute what is missing, with joblib's current backend, and write the report.
-
-    Returns the exit status. Raises CourseError if the lesson refuses a value or `out` is taken.
-    """
+    """Execute what is missing with joblib's current backend, write the report; the exit status."""
     points = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     runs, failures = {folder_name(point): point for point in points}, {}
     eager = {"batch_size": 1, "pre_dispatch": "n_jobs", "return_as": "generator_unordered"}
@@ -177,15 +166,12 @@ def connect(scheduler: str) -> Any:
     """A client of a Dask cluster. Raises CourseError if there is none that can be used."""
     try:
         from distributed import Client
-        from distributed.comm import get_address_host_port
 
-        get_address_host_port(scheduler)
         client = Client(scheduler, timeout=10, set_as_default=False)
     except ImportError:
         raise CourseError("--scheduler needs Dask: pip install distributed.", 2) from None
     except (OSError, ValueError):
-        sentence = f"No Dask scheduler answers at {scheduler!r}: give HOST:PORT."
-        raise CourseError(sentence, 2) from None
+        raise CourseError(f"No Dask scheduler answers at {scheduler!r}.", 2) from None
     if set(client.nthreads().values()) != {1}:  # a run changes the working folder of its process
         raise CourseError("Give each worker one thread: dask worker HOST:PORT --nthreads 1.", 2)
     return client

@@ -197,7 +197,7 @@ def test_expressions_are_evaluated_after_their_cells(course, capsys):
     for sentence in (
         "01_float_formats: ZeroDivisionError: division by zero",
         "last was not measured.",
-        "missing: 01_float_formats has no cell tagged claim:none.",
+        "missing: no cell is tagged claim:none.",
         "unfit: TypeError: Object of type Tensor is not JSON serializable",
         "unknown: NameError: name 'nothing' is not defined",
         "broken: SyntaxError",
