@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from amp_utils import lesson as lessons
 from amp_utils import plots
-from amp_utils.course import CourseError, html, notebook, pages, write_whole
+from amp_utils.course import CourseError, notebook, pages, write_whole
 
 Row = dict[str, Any]
 Runs = Mapping[str, Mapping[str, Any]]  # parameters by name
@@ -33,7 +33,8 @@ def page(lesson: Path, folder: Path) -> Path | None:
                     body = pages.cells(notebook.read(source), lesson.parent)
                 except CourseError as error:  # of a picture or formula: the report goes on without
                     body = escape(str(error))
-                write_whole(target, pages.page(f"{folder.name} · {lesson.stem}", body))
+                title = f"{folder.name} · {lesson.stem}"
+                write_whole(target, pages.page("lesson.html.j2", title=title, body=body))
             return target
     return None
 
@@ -144,7 +145,7 @@ def write(out: Path, lesson: Path, runs: Runs, failures: Mapping[str, str]) -> i
     parameters = list(next(iter(runs.values())))
     drawn = lines(rows, columns[len(parameters) + 3 :], parameters)
     finished = sum(row["outcome"] == "done" for row in rows)
-    report = html.page(
+    report = pages.page(
         "report.html.j2",
         title=f"Sweep of {lesson.stem}",
         finished=finished,
