@@ -83,8 +83,7 @@ def tags(cell: Mapping[str, Any]) -> set[str]:
 def definitions(path: Path, **given: Any) -> ModuleType:
     """A lesson's imports, functions, classes, UPPER_CASE constants and parameters, as a module.
 
-    No other statement runs: what the functions need of the lesson (`device`, …) is `given` by name.
-    Exercises contribute their solutions, not their stubs. Raises CourseError for a damaged file.
+    Nothing else runs: what the functions need (`device`, …) is `given`. Solutions replace stubs.
     """
     module = ModuleType(path.stem)
     for cell in cells(path):

@@ -45,8 +45,7 @@ def mathml(latex: str, display: bool = False) -> str:
 class Renderer(IPythonRenderer):
     """nbconvert's Markdown with pictures and formulas inside.
 
-    Links to other lessons are dropped, unless those are `beside` this one, as pages; links within
-    the page are dropped without `anchors`.
+    Links to lessons stay if their pages are `beside` this one, links within it with `anchors`.
     """
 
     def __init__(self, folder: Path, beside: bool = False, anchors: bool = True):
