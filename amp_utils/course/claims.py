@@ -16,7 +16,7 @@ import torch
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-from amp_utils.course import CourseError, html, notebook, write_whole
+from amp_utils.course import CourseError, notebook, pages, write_whole
 from amp_utils.device import choose_device, describe
 
 SCHEMA = Path(__file__).parent / "templates" / "claims.schema.json"
@@ -123,7 +123,7 @@ def publish(notebooks: Path, measured: dict[str, dict]) -> list[str]:
     runs = sorted(set(origins.values()))
     numbers = {name: runs.index(origin) + 1 for name, origin in origins.items()}
     rows = [(c, known.get(c.id, {}).get("value"), numbers.get(c.id, "–")) for c in claims]
-    for name, templates in {"claims.html": html.TEMPLATES, "claims.md": html.MARKDOWN}.items():
+    for name, templates in {"claims.html": pages.TEMPLATES, "claims.md": pages.MARKDOWN}.items():
         template = templates.get_template(f"{name}.j2")
         text = template.render(claims=rows, runs=runs, sources=sources)
         write_whole(notebooks / name, text.strip() + "\n")

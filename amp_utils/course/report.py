@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from amp_utils import lesson as lessons
 from amp_utils import plots
-from amp_utils.course import CourseError, html, notebook, pages, write_whole
+from amp_utils.course import CourseError, notebook, pages, write_whole
 
 Row = dict[str, Any]
 Runs = Mapping[str, Mapping[str, Any]]  # parameters by name
@@ -30,7 +30,8 @@ def page(lesson: Path, folder: Path) -> Path | None:
                 body = pages.cells(notebook.read(source), lesson.parent)
             except CourseError as error:  # of a picture or formula: the report goes on without
                 body = escape(str(error))
-            write_whole(target, pages.page(f"{folder.name} · {lesson.stem}", body))
+            title = f"{folder.name} · {lesson.stem}"
+            write_whole(target, pages.page("lesson.html.j2", title=title, body=body))
         return target
     return None
 
@@ -147,5 +148,5 @@ def write(out: Path, lesson: Path, runs: Runs, failures: Mapping[str, str]) -> i
         "failures": failures,
         "plots": [(*name, plot(*name, found)) for name, found in drawn.items()],
     }
-    write_whole(out / "report.html", html.page("report.html.j2", **report))
+    write_whole(out / "report.html", pages.page("report.html.j2", **report))
     return report["finished"]
