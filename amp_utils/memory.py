@@ -9,14 +9,11 @@ import torch
 
 from amp_utils.modes import Transparent, tensors
 
+_ROWS, _COLUMNS = ("crow_indices", "col_indices"), ("ccol_indices", "row_indices")
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys(
-        [torch.sparse_csr, torch.sparse_bsr], ("crow_indices", "col_indices", "values")
-    ),
-    **dict.fromkeys(
-        [torch.sparse_csc, torch.sparse_bsc], ("ccol_indices", "row_indices", "values")
-    ),
+    **dict.fromkeys([torch.sparse_csr, torch.sparse_bsr], (*_ROWS, "values")),
+    **dict.fromkeys([torch.sparse_csc, torch.sparse_bsc], (*_COLUMNS, "values")),
 }
 
 
