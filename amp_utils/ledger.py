@@ -1,10 +1,5 @@
 """The autocast ledger: the dtype every op really ran in, and what autocast's policy for an op is.
 
-It stands at two of torch's own observation points. Above autocast, a TorchFunctionMode sees the
-call that the program wrote and the dtypes it passed; below, a TorchDispatchMode sees the
-conversions that autocast put in front of it, and the kernel that was reached. A row of the ledger
-is the difference.
-
 >>> layer, x = torch.nn.Linear(4, 2), torch.ones(3, 4)
 >>> with record() as rows:
 ...     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -20,10 +15,9 @@ relu    bf16     bf16    bf16    –
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -32,16 +26,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_utils.modes import IMPLICIT, Transparent, autocast_device, rules, tensors
 
-Policy = Literal["lower_precision", "fp32", "promote", "passthrough", "banned", "unavailable"]
-
-_SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+# "bfloat16" first: it contains "float16".
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 # Like views, these calculate nothing.
 _IDLE = {"clone", "_unsafe_view", "empty_like", "new_empty", "_local_scalar_dense", "device"}
 _BACKWARD = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One op of a forward pass.
 
     `inputs` are the floating dtypes that its caller passed, `ran_in` is that of the first kernel
@@ -58,55 +50,48 @@ class Row:
 
 @contextmanager
 def record() -> Iterator[list[Row]]:
-    """Record what runs inside the ``with`` block, forward: yields a list that grows a `Row` per op.
+    """Record what runs inside the ``with`` block: yields a list that grows a `Row` per op.
 
-    Ops that only look, view, copy or allocate have no row, and neither have ops without a
-    floating-point input, nor the backward pass. ``x.float()`` and ``x.to(dtype)`` have a row of
-    their own, with no cast *inserted*. A function such as multi-head attention that calls several
-    ops has a row for each of them; a higher-order op such as `torch.cond` is one row.
+    No row: what only looks, views, copies or allocates, ops without a floating-point input, the
+    backward pass, TorchScript. A conversion by the program, such as ``x.float()``, has a row and no
+    cast *inserted*. A function that calls several ops, such as multi-head attention, has a row for
+    each; a higher-order op, such as `torch.cond`, has one.
 
-    Results stay what they are, except that `torch.nn.MultiheadAttention` and the transformer
-    layers do not take their fused shortcut, a compiled function runs eagerly, and
-    `torch.linalg.svdvals` and its like take another kernel under any of torch's modes (the last
-    bit may differ). TorchScript leaves no rows. What an op makes inside stays in memory until the
-    op is done. The block sees its own thread only, as autocast does: start the ledger in the
-    thread that runs the model.
+    Results stay what they are, except that `torch.nn.MultiheadAttention` and transformer layers do
+    not take their fused shortcut, a compiled function runs eagerly, and `torch.linalg.svdvals` and
+    its like take another kernel under any mode of torch's (the last bit may differ). What an op
+    makes inside stays in memory until it is done. The block sees its own thread only.
     """
-    rows: list[Row] = []
-    kernels = _Kernels()
-    with kernels, _Calls(rows, kernels):
-        yield rows
+    calls = _Calls()
+    with calls.kernels.block(), calls:
+        yield calls.rows
 
 
 def table(rows: list[Row]) -> str:
     """Aligned plain text, a line per row; equal neighbours are counted ("3× fp32")."""
 
-    def count(names: list[str]) -> str:
-        runs = [(name, len(list(run))) for name, run in itertools.groupby(names)]
-        return ", ".join(f"{n}× {name}" if n > 1 else name for name, n in runs) or "–"
-
-    def short(name: str) -> str:
-        return "→".join(_SHORT.get(part, part) for part in name.split("→"))
+    def cell(names: Iterable) -> str:
+        runs = [(name, len(list(run))) for name, run in itertools.groupby(map(_name, names))]
+        text = ", ".join(f"{n}× {name}" if n > 1 else name for name, n in runs) or "–"
+        return functools.reduce(lambda text, names: text.replace(*names), _SHORT.items(), text)
 
     lines = [("op", "inputs", "ran in", "output", "casts inserted")]
     for row in rows:
-        ran_in, output = short(_name(row.ran_in)), short(_name(row.output)) if row.output else "–"
-        inputs, casts = count([short(_name(d)) for d in row.inputs]), count(map(short, row.casts))
-        lines.append((row.op, inputs, ran_in, output, casts))
+        cells = row.inputs, [row.ran_in], [row.output] if row.output else [], row.casts
+        lines.append((row.op, *map(cell, cells)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def policy(
     op: Callable, *args: Any, device: str = "cpu", dtype: torch.dtype | None = None, **kwargs: Any
-) -> Policy:
+) -> str:
     """What autocast does with ``op(*args, **kwargs)``: runs it with and without autocast.
 
-    `args` hold small tensors, anywhere in them; their floating dtypes do not matter, since the op
-    runs on copies that are all float32, all `dtype` (default: bfloat16 on "cpu", float16 on
-    "cuda"), and mixed. On "cuda" the copies are torch's fake tensors, which have a dtype but no
-    data, and no GPU is needed or used; autograd, and tensors that `op` brings along itself, make
-    it unavailable. Arguments, random state and autocast's own state stay as they were; the running
+    `args` hold small tensors, anywhere in them; `op` runs on copies that are all float32, all
+    `dtype` (default: bfloat16 on "cpu", float16 on "cuda"), and mixed. On "cuda" these are fake
+    tensors, which have no data and need no GPU; autograd, and tensors that `op` brings along, make
+    it unavailable. Arguments, random state and autocast's state stay as they were; the running
     statistics of a BatchNorm module in training mode do not.
 
     - lower_precision: float32 inputs run in `dtype`
@@ -116,8 +101,7 @@ def policy(
     - banned: autocast refuses to run it
     - unavailable: it cannot run here, so nothing is known
 
-    Raises ValueError for another `device` or `dtype`, and where `args` hold no floating-point
-    tensor.
+    ValueError for another `device` or `dtype`, or where `args` hold no floating-point tensor.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device = {device!r} is not allowed: give 'cpu' or 'cuda'.")
@@ -127,37 +111,26 @@ def policy(
     if not _floats((args, kwargs)):
         raise ValueError("args hold no floating-point tensor: give one, or nothing can be cast.")
     fp32 = torch.float32
-    trials = (
+    for dtypes, sought, answer in (
         ((fp32,), low, "lower_precision"),
         ((low,), fp32, "fp32"),
         ((low, fp32), None, "promote"),
-    )
-    for dtypes, sought, answer in trials:
-        on, off = (
+    ):
+        (on, casts, error), (off, own_casts, own_error) = (
             _observe(op, args, kwargs, device, low, dtypes, enabled) for enabled in (True, False)
         )
-        if on.error and (not off.error or sought is low):
-            return "banned" if "autocast" in on.error else "unavailable"
+        if error and (not own_error or sought is low):
+            return "banned" if "autocast" in error else "unavailable"
         # Autocast's doing is what differs from a run without it: some ops convert by themselves.
-        if any(made is sought for _, made in on.dtypes - off.dtypes):
+        if any(made is sought for _, made in on - off):
             return answer
-    return "promote" if (low, fp32) in on.casts and on.casts != off.casts else "passthrough"
-
-
-@dataclass
-class _State:
-    """What the kernels of one call did."""
-
-    casts: list[tuple[torch.dtype, torch.dtype]] = field(default_factory=list)
-    ran_in: list[torch.dtype] = field(default_factory=list)
-    # By id, and kept alive, so that no id is used twice.
-    made: dict[int, torch.Tensor] = field(default_factory=dict)
+    return "promote" if (low, fp32) in casts and casts != own_casts else "passthrough"
 
 
 class _Kernels(Transparent):
     """Below autocast: the casts and the kernels of the call that `state` belongs to."""
 
-    state: _State | None = None
+    state = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, state = kwargs or {}, self.state
@@ -183,35 +156,36 @@ class _Kernels(Transparent):
 class _Calls(TorchFunctionMode):
     """Above autocast: the calls as the program wrote them; a kernel belongs to the innermost."""
 
-    def __init__(self, rows: list[Row], kernels: _Kernels) -> None:
-        super().__init__()
-        self.rows, self.kernels, self.stack, self.states = rows, kernels, [], []
+    autograd = True
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.casts, self.ran_in = [], [], []
+        self.kernels, self.stack = _Kernels(), []
+
+    def __torch_function__(self, func, _, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__"):  # an attribute, such as x.shape
+        if torch.is_grad_enabled() and not self.autograd:
+            raise RuntimeError("no autograd without a GPU")
+        # An attribute, such as x.shape, or the backward pass.
+        if name in ("__get__", "__set__") or func in _BACKWARD:
             return func(*args, **kwargs)
-        if name.startswith("__") and name.endswith("__"):
-            name = name[2:-2]
+        name = name.removeprefix("__").removesuffix("__")
         given, first, kernels = tensors((args, kwargs)), len(self.rows), self.kernels
-        own = None if func in _BACKWARD else _State()
+        # What the kernels make is kept alive by its id, so that no id is used twice.
+        own = types.SimpleNamespace(casts=[], ran_in=[], made={})
         outer = kernels.state, kernels.ruled
         kernels.state, kernels.ruled = own, f"aten::{name}" in rules(autocast_device(given))
+        inside = None if func in self.stack else _below_its_check(func)
         self.stack.append(func)
         try:
-            inside = None if own is None or func in self.stack[:-1] else _below_its_check(func)
-            if inside is None:
-                result = func(*args, **kwargs)
-            else:
-                with self:
-                    result = inside(*args, **kwargs)
+            with self if inside else nullcontext():
+                result = (inside or func)(*args, **kwargs)
         finally:
             self.stack.pop()
             kernels.state, kernels.ruled = outer
-        if own is None:
-            return result
-        own.made.clear()
-        self.states.append(own)
+        self.casts += own.casts
+        self.ran_in += own.ran_in
         inputs, output = _floats(given), next((t.dtype for t in tensors(result)), None)
         if own.ran_in:
             inserted = _inserted((args, kwargs), own.casts, output)
@@ -220,19 +194,18 @@ class _Calls(TorchFunctionMode):
             self.rows.append(Row(name, inputs, own.casts[-1][1], output, ()))
         elif len(self.rows) == first + 1:
             # A Python function around one op: the caller knows it by the outer name.
-            self.rows[first] = replace(self.rows[first], op=name, inputs=inputs)
+            self.rows[first] = self.rows[first]._replace(op=name, inputs=inputs)
         return result
 
 
 def _inserted(arguments: Any, casts: list, output: torch.dtype | None) -> tuple[str, ...]:
     """Those of a call's casts that are autocast's, by name."""
     devices = {autocast_device([tensor]) for tensor in tensors(arguments)}
-    if not any(map(torch.is_autocast_enabled, devices)):
+    # A dtype among them is the caller's own wish, as in softmax(x, dtype=...).
+    asked = any(isinstance(leaf, torch.dtype) for leaf in tree_leaves(arguments))
+    if asked or not any(map(torch.is_autocast_enabled, devices)):
         return ()
-    if any(isinstance(leaf, torch.dtype) for leaf in tree_leaves(arguments)):
-        return ()  # the caller's own wish, as in softmax(x, dtype=...)
-    # Where autocast widens, the result is not narrow; an op that hands back the narrow dtype has
-    # widened by itself, as attention does where there is no fused kernel.
+    # An op that hands back the narrow dtype has widened by itself (attention, if not fused).
     return tuple(
         f"{_name(a)}→{_name(b)}" for a, b in casts if torch.promote_types(a, b) != b or output != a
     )
@@ -245,9 +218,7 @@ def _below_its_check(func: Callable) -> Callable | None:
     answered "no" goes on to the body, and there the mode, active again, sees the ops.
     """
     code = getattr(func, "__code__", None)
-    checks = [
-        name for name in getattr(code, "co_names", ()) if name.startswith("has_torch_function")
-    ]
+    checks = [name for name in code.co_names if "has_torch_function" in name] if code else []
     if not checks:
         return None
     scope = {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}
@@ -256,14 +227,11 @@ def _below_its_check(func: Callable) -> Callable | None:
     return copy
 
 
-class _Observation(NamedTuple):
-    dtypes: set[tuple[str, torch.dtype]] = frozenset()  # that kernels ran in and that came out
-    casts: tuple[tuple[torch.dtype, torch.dtype], ...] = ()
-    error: str = ""
+def _observe(op, args, kwargs, device, low, dtypes, enabled) -> tuple[set, list, str]:
+    """Run `op` once: the dtypes that kernels ran in and that came out, the casts, the error.
 
-
-def _observe(op, args, kwargs, device, low, dtypes, enabled) -> _Observation:
-    """Run `op` once on copies: the first floating tensor in dtypes[0], the others in dtypes[-1]."""
+    It runs on copies: the first floating tensor in dtypes[0], the others in dtypes[-1].
+    """
     turn = itertools.chain(dtypes[:1], itertools.repeat(dtypes[-1]))
 
     def fresh(leaf):
@@ -274,52 +242,32 @@ def _observe(op, args, kwargs, device, low, dtypes, enabled) -> _Observation:
             return torch.empty(leaf.shape, device=device, dtype=as_dtype)
         return leaf.detach().to("cpu", as_dtype, copy=True)
 
-    kernels = _Kernels()
-    calls = _Calls([], kernels)
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+    calls = _Calls()
+    # Autograd on fake CUDA tensors ends the process in a CPU build of torch.
+    calls.autograd = device == "cpu"
+    region = torch.autocast(device, low, enabled=False)
+    region._enabled = enabled  # torch.autocast refuses "cuda" where there is no GPU
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as stack:
         if device == "cuda":
             from torch._subclasses import fake_tensor  # slow to import
 
             stack.enter_context(fake_tensor.FakeTensorMode())
-            stack.enter_context(_NoAutograd())
             # It logs a traceback for each op that fails; here a failure is an answer.
             stack.callback(setattr, fake_tensor.log, "disabled", fake_tensor.log.disabled)
             fake_tensor.log.disabled = True
         try:
             args, kwargs = tree_map(fresh, (args, kwargs))
-            # torch.autocast would switch itself off for "cuda" where there is no GPU.
-            stack.callback(torch.set_autocast_enabled, device, torch.is_autocast_enabled(device))
-            stack.callback(torch.set_autocast_dtype, device, torch.get_autocast_dtype(device))
-            stack.callback(
-                lambda: torch.autocast_decrement_nesting() or torch.clear_autocast_cache()
-            )
-            torch.autocast_increment_nesting()
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, low)
-            stack.enter_context(kernels)
-            stack.enter_context(calls)
-            output = _floats(op(*args, **kwargs))
+            with region, calls.kernels.block(), calls:
+                output = _floats(op(*args, **kwargs))
         except Exception as error:  # whatever the op raises means the same: it cannot run here
-            return _Observation(error=f"{type(error).__name__}: {error}")
-    ran_in = [("ran in", dtype) for state in calls.states for dtype in state.ran_in]
-    casts = tuple(cast for state in calls.states for cast in state.casts)
-    return _Observation({*ran_in, *(("output", dtype) for dtype in output)}, casts)
-
-
-class _NoAutograd(TorchFunctionMode):
-    """Refuse autograd: on fake CUDA tensors it ends the process in a CPU build of torch."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if torch.is_grad_enabled():
-            raise RuntimeError("no autograd without a GPU")
-        return func(*args, **(kwargs or {}))
+            return set(), [], f"{type(error).__name__}: {error}"
+    made = {("ran in", dtype) for dtype in calls.ran_in} | {("output", dtype) for dtype in output}
+    return made, calls.casts, ""
 
 
 def _floats(tree: Any) -> tuple[torch.dtype, ...]:
     return tuple(tensor.dtype for tensor in tensors(tree) if tensor.is_floating_point())
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")

@@ -9,19 +9,17 @@ import torch
 
 from amp_utils.modes import Transparent, tensors
 
+_ROWS = ("crow_indices", "col_indices", "values")
+_COLUMNS = ("ccol_indices", "row_indices", "values")
 _PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
-    **dict.fromkeys(
-        [torch.sparse_csr, torch.sparse_bsr], ("crow_indices", "col_indices", "values")
-    ),
-    **dict.fromkeys(
-        [torch.sparse_csc, torch.sparse_bsc], ("ccol_indices", "row_indices", "values")
-    ),
+    **dict.fromkeys([torch.sparse_csr, torch.sparse_bsr], _ROWS),
+    **dict.fromkeys([torch.sparse_csc, torch.sparse_bsc], _COLUMNS),
 }
 
 
-class watch(Transparent):
-    """Counts the storages of the tensors made inside the block, each once, until it is freed.
+def watch() -> AbstractContextManager["Memory"]:
+    """Count the storages of the tensors made inside the block, each once, until it is freed.
 
     >>> with watch() as memory:
     ...     a = torch.zeros(1000)
@@ -30,15 +28,20 @@ class watch(Transparent):
     >>> memory.live, memory.peak
     (4000, 8000)
 
-    `live` and `peak` are bytes. Views count nothing, and neither does what a kernel takes and gives
-    back inside one operation, such as a BLAS library's workspace. A compiled function runs eagerly.
+    Views count nothing, and neither does a kernel's workspace. A compiled function runs eagerly.
     Watching costs time: never read a clock inside the block.
     """
+    return Memory().block()
+
+
+class Memory(Transparent):
+    """Bytes: `live` now, and at the `peak`."""
+
+    live = peak = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self._storages: dict[int, weakref.ref] = {}
+        self._known = weakref.WeakSet()
 
     def reset_peak(self) -> None:
         """Forget the peak so far."""
@@ -46,22 +49,15 @@ class watch(Transparent):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         result, _ = self.run(func, types, args, kwargs or {})
-        # What an op gets was made before the block, unless it was noted when it was made.
-        known = {id(storage) for storage in _storages((args, kwargs))}
+        self._known.update(_storages((args, kwargs)))  # made before the block, if not known yet
         for storage in _storages(result):
-            if id(storage) not in known:
-                self._note(storage)
+            if storage not in self._known:
+                self._known.add(storage)
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
         return result
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = id(storage), storage.nbytes()
-        if key in self._storages and self._storages[key]() is storage:
-            return
-
-        def freed(_: weakref.ref) -> None:
-            self.live -= size
-
-        self._storages[key] = weakref.ref(storage, freed)
+    def _add(self, size: int) -> None:
         self.live += size
         self.peak = max(self.peak, self.live)
 
@@ -76,8 +72,7 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
 def without_data() -> AbstractContextManager:
     """Tensors made inside have shapes and dtypes but no data: any network "runs" anywhere.
 
-    torch's fake tensors, on the CPU; meant for `watch` and for dtypes. What asks for a value
-    (`item`, `if`) raises.
+    What asks for a value (`item`, `if`) raises.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 

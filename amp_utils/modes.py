@@ -3,47 +3,35 @@
 import functools
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_COMPILING = {"torch._dynamo", "torch.nn.attention.flex_attention"}
 IMPLICIT = DispatchKey.CompositeImplicitAutograd
 
 
 class Transparent(TorchDispatchMode):
     """A dispatch mode under which ops do what they do without one, by calling `run`.
 
-    Inside `__torch_dispatch__`, torch switches off autocast for the ops that a kernel calls.
-    Unwatched, they are autocast like any others, except inside an op that autocast has a rule for
-    (`ruled`).
+    Inside `__torch_dispatch__`, torch switches off autocast for the ops that a kernel calls, which
+    are autocast when unwatched, except inside an op that autocast has a rule for (`ruled`).
     """
 
     supports_higher_order_operators = True
+    ruled = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.ruled, self._depth, self._eagerly = False, 0, nullcontext()
-
-    def __enter__(self):
+    @contextmanager
+    def block(self) -> Iterator[Self]:
+        """Watch a block of the program."""
         # flex_attention compiles itself, which torch refuses under a mode.
-        if not self._depth and sys.modules.keys() & _COMPILING:
-            self._eagerly = torch.compiler.set_stance("force_eager")
-            self._eagerly.__enter__()
-        self._depth += 1
-        return super().__enter__()
-
-    def __exit__(self, *error) -> None:
-        super().__exit__(*error)
-        self._depth -= 1
-        if not self._depth:
-            self._eagerly.__exit__(*error)
-            self._eagerly = nullcontext()
+        compiles = sys.modules.keys() & {"torch._dynamo", "torch.nn.attention.flex_attention"}
+        with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), self:
+            yield self
 
     def run(self, func, types, args, kwargs) -> tuple[Any, DispatchKey | None]:
         """(result, key of the kernel if that only called other ops, seen by this mode)."""
@@ -52,10 +40,9 @@ class Transparent(TorchDispatchMode):
         inputs, outer = tensors((args, kwargs)), self.ruled
         self.ruled = outer or func._schema.name in rules(autocast_device(inputs))
         # Nested tensors and subclasses have kernels of their own; fake tensors take the usual ones.
-        plain = all(t.__name__ == "FakeTensor" for t in types) and not any(
-            tensor.is_nested or tensor.is_mkldnn for tensor in inputs
-        )
-        kernel = _composite(func) if inputs and plain else None
+        special = [t for t in types if t.__name__ != "FakeTensor"]
+        special += [tensor for tensor in inputs if tensor.is_nested or tensor.is_mkldnn]
+        kernel = _composite(func) if inputs and not special else None
         if self.ruled and kernel != IMPLICIT:
             kernel = None
         if func.is_view and kernel is None:
@@ -85,8 +72,7 @@ def _unwatched(ruled: bool) -> Iterator[None]:
 def _composite(func: OpOverload) -> DispatchKey | None:
     """The key of `func`'s kernel, if that calculates nothing itself and only calls other ops.
 
-    With autograd on, torch takes most of these apart before a mode sees them; in inference mode,
-    none.
+    With autograd on, torch takes most of these apart before a mode sees them.
     """
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     if has(IMPLICIT):
@@ -108,13 +94,11 @@ def rules(device: str) -> set[str]:
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """All tensors in nested tuples, lists and dicts, faster than torch's pytree finds them."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
     if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, (tuple, list)):
-        return []
-    return [tensor for leaf in tree for tensor in tensors(leaf)]
+        tree = list(tree.values())
+    if isinstance(tree, (tuple, list)):
+        return [tensor for leaf in tree for tensor in tensors(leaf)]
+    return [tree] if isinstance(tree, torch.Tensor) else []
 
 
 def autocast_device(inputs: list[torch.Tensor]) -> str:
@@ -123,10 +107,10 @@ def autocast_device(inputs: list[torch.Tensor]) -> str:
     return device if torch.amp.is_autocast_available(device) else "cpu"
 
 
-def _keys(*names: str) -> DispatchKeySet:
-    keys = (DispatchKeySet(getattr(DispatchKey, name)) for name in names)
+def _keys(names: Iterable[str]) -> DispatchKeySet:
+    keys = (DispatchKeySet(DispatchKey.__members__[name]) for name in names)
     return functools.reduce(operator.or_, keys)
 
 
-_LAZY = _keys("Conjugate", "Negative", "ZeroTensor")
-_AUTOCAST = _keys(*(name for name in dir(DispatchKey) if name.startswith("Autocast")))
+_LAZY = _keys(["Conjugate", "Negative", "ZeroTensor"])
+_AUTOCAST = _keys(name for name in DispatchKey.__members__ if name.startswith("Autocast"))

@@ -7,32 +7,20 @@ from pathlib import Path
 
 import click
 
-from amp_utils.course import ROOT, CourseError, shown
+from amp_utils.course import ROOT, CourseError
 from amp_utils.lesson import ParameterError
 
-COMMANDS = {
-    "run": "run lessons with parameters, or keep their outputs",
-    "sweep": "run a lesson for all combinations of values",
-    "outline": "rewrite navigation, course map and slide metadata",
-    "claims": "measure every claim of the sources and write the ledger",
-    "handout": "build what a class gets: notebooks and offline pages",
-    "slides": "show a lesson as a presentation",
-    "bench": "measure speed-ups and the cost of the instruments",
-}
+COMMANDS = ["run", "sweep", "outline", "claims", "handout", "slides", "bench"]
 
 
 class Toolbox(click.Group):
     """A group whose commands are named `command` in the modules of their names."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return COMMANDS
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         return import_module(f"amp_utils.course.{name}").command if name in COMMANDS else None
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
 
 
 @click.command(cls=Toolbox)
@@ -48,19 +36,15 @@ def toolbox(context: click.Context, root: Path) -> None:
 def main(arguments: list[str]) -> int:
     """The exit status: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C or SIGTERM."""
     try:
-        with toolbox.make_context("python -m amp_utils.course", arguments) as context:
-            return toolbox.invoke(context) or 0
-    except click.exceptions.Exit as end:  # after --help
-        return end.exit_code
-    except KeyboardInterrupt:
+        return toolbox.main(arguments, "python -m amp_utils.course", standalone_mode=False) or 0
+    except click.Abort:
         sentence, status = "Interrupted: nothing half-done is left behind.", 130
     except click.ClickException as error:
         sentence, status = error.format_message(), error.exit_code
     except ParameterError as error:
         sentence, status = str(error), 2
     except OSError as error:
-        where = f"{shown(Path(error.filename))}: " if error.filename else ""
-        sentence, status = f"{where}{error.strerror or error}.", 1
+        sentence, status = f"{error}.", 1
     print(sentence, file=sys.stderr)
     return status
 

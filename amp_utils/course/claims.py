@@ -1,12 +1,8 @@
-"""The ledger of claims: what the sources say beside what the lessons measured.
-
-notebooks/claims.toml says what is claimed and how to measure it; notebooks/measured.json keeps each
-value with the machine, torch version and date of its own measurement.
-"""
+"""The ledger of claims: what the sources say (notebooks/claims.toml) beside what the lessons
+measured (measured.json, each value with the machine, torch version and date of its measurement)."""
 
 import ast
 import json
-import logging
 import math
 import tomllib
 from collections.abc import Callable, Sequence
@@ -20,19 +16,16 @@ import torch
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-from amp_utils.course import CourseError, html, notebook, write_whole
+from amp_utils.course import CourseError, notebook, pages, write_whole
 from amp_utils.device import choose_device, describe
 
 SCHEMA = Path(__file__).parent / "templates" / "claims.schema.json"
-WORDS = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}  # JSON has no such numbers
 # An expression, so that the lesson's names and history stay as they are.
 EVALUATE = "__import__('amp_utils.course.claims').course.claims.evaluate(lambda raised: ({}))"
 
 
 class Claim(SimpleNamespace):
     """An entry of claims.toml, whose head explains the fields; claims.schema.json checks them."""
-
-    ours = False
 
     def holds(self, value: Any) -> bool:
         """Whether a measured value stands to the published one as the claim says."""
@@ -59,35 +52,32 @@ def read(notebooks: Path) -> tuple[dict[str, str], list[Claim], dict[str, dict]]
     """Sources, claims and the values measured so far. Raises CourseError for a bad entry."""
     import jsonschema
 
-    entries = _parsed(notebooks / "claims.toml", tomllib.loads)
+    values = notebooks / "measured.json"
+    try:
+        entries = tomllib.loads((notebooks / "claims.toml").read_text("utf-8"))
+        measured = json.loads(values.read_text("utf-8")) if values.exists() else {}
+    except ValueError as error:
+        raise CourseError(f"claims.toml or measured.json is damaged: {error}.") from None
     schema = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text("utf-8")))
     for error in schema.iter_errors(entries):
         raise CourseError(f"claims.toml, {error.json_path[2:]}: {error.message}.")
     sources = entries.pop("sources")
-    claims = [Claim(id=name, **fields) for name, fields in entries.items()]
-    for claim in claims:
-        if claim.source not in sources:
-            wrong = f"{claim.id}: source = {claim.source!r} is not allowed"
-            raise CourseError(f"{wrong}: give one of {', '.join(sources)}.")
-    values = notebooks / "measured.json"
-    return sources, claims, _parsed(values, json.loads) if values.exists() else {}
-
-
-def _parsed(path: Path, parse: Callable[[str], dict]) -> dict:
-    try:
-        return parse(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CourseError(f"{path} is damaged: {error}.") from None
+    for name, fields in entries.items():
+        if fields["source"] not in sources:
+            raise CourseError(f"claims.toml, {name}: {fields['source']!r} is not among [sources].")
+    claims = [Claim(**{"id": name, "ours": False, **fields}) for name, fields in entries.items()]
+    return sources, claims, measured
 
 
 def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list[str]]:
     """Run a lesson and evaluate each claim right after its cell: values by id, and what failed."""
+    from amp_utils.course.run import failure  # with papermill, which lessons' kernels do without
+
     resources = {"metadata": {"path": str(lesson.parent)}}
     quiet = ["--IPKernelApp.log_level=50"]  # no traceback after Ctrl-C
     client = NotebookClient(notebook.read(lesson), resources=resources, extra_arguments=quiet)
     tags = set().union(*map(notebook.tags, client.nb.cells))
-    lost = [claim for claim in claims if claim.cell not in tags]
-    failures = [f"{claim.id}: {lesson.stem} has no cell tagged {claim.cell}." for claim in lost]
+    failures = [f"{c.id}: no cell is tagged {c.cell}." for c in claims if c.cell not in tags]
     values = {}
     try:
         with client.setup_kernel():
@@ -100,13 +90,12 @@ def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list
                 for name, reply in replies.items():
                     if reply["status"] == "ok":
                         text = ast.literal_eval(reply["data"]["text/plain"])
-                        values[name] = json.loads(text, parse_constant=WORDS.get)
+                        # JSON has no such numbers as NaN and Infinity: they become words.
+                        values[name] = json.loads(text, parse_constant=lambda c: str(float(c)))
                     else:
                         failures.append(f"{name}: {reply['ename']}: {reply['evalue']}")
-    except CellExecutionError as error:
-        failures.append(f"{lesson.stem} stopped: {error.ename}: {error.evalue}".splitlines()[0])
-    except DeadKernelError:
-        failures.append(f"{lesson.stem}: the kernel died, most often for lack of memory.")
+    except (CellExecutionError, DeadKernelError) as error:
+        failures.append(failure(lesson, error))
     return values, failures
 
 
@@ -134,7 +123,7 @@ def publish(notebooks: Path, measured: dict[str, dict]) -> list[str]:
     runs = sorted(set(origins.values()))
     numbers = {name: runs.index(origin) + 1 for name, origin in origins.items()}
     rows = [(c, known.get(c.id, {}).get("value"), numbers.get(c.id, "–")) for c in claims]
-    for name, templates in {"claims.html": html.TEMPLATES, "claims.md": html.MARKDOWN}.items():
+    for name, templates in {"claims.html": pages.TEMPLATES, "claims.md": pages.MARKDOWN}.items():
         template = templates.get_template(f"{name}.j2")
         text = template.render(claims=rows, runs=runs, sources=sources)
         write_whole(notebooks / name, text.strip() + "\n")
@@ -146,7 +135,6 @@ def publish(notebooks: Path, measured: dict[str, dict]) -> list[str]:
 @click.option("--render", is_flag=True, help="measure nothing: render the committed values again")
 @click.pass_obj
 def command(root: Path, lessons: tuple[str, ...], render: bool) -> int:
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of a cell that Ctrl-C ends
     notebooks, failures = root / "notebooks", []
     _, claims, measured = read(notebooks)
     origin = {"machine": describe(choose_device()), "torch": torch.__version__}

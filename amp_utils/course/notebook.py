@@ -3,29 +3,24 @@
 import ast
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from amp_utils.course import ROOT, CourseError, shown
-
-if TYPE_CHECKING:
-    from nbformat import NotebookNode
 
 _OUTLINE = tomllib.loads(Path(__file__).with_name("outline.toml").read_text("utf-8"))
 PARTS, TAGS = _OUTLINE["parts"], _OUTLINE["tags"]
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """What the author wrote into a cell, without its outputs."""
 
     is_code: bool
     source: str
-    tags: frozenset[str]
+    tags: set[str]
 
 
 def lessons(notebooks: Path) -> list[Path]:
@@ -46,54 +41,49 @@ def choose(wanted: Sequence[str], notebooks: Path) -> list[Path]:
         exact = [path for path in there if path.stem.lower().split("_")[0] in (name, f"0{name}")]
         found = exact or [path for path in there if path.stem.lower().startswith(name)]
         if len(found) != 1:
-            why = "is the beginning of several lessons" if found else "is not a lesson"
             listing = ", ".join(path.stem for path in there)
-            raise CourseError(f"{text!r} {why}: give one of {listing}, or its number.", 2)
+            raise CourseError(f"{text!r} is not a lesson: give one of {listing}, or its number.", 2)
         chosen += found
     return chosen or there
 
 
 def cells(path: Path) -> list[Cell]:
     """A lesson's cells, without the help of nbformat. Raises CourseError for a damaged file."""
-    found = []
-    with _damage_named(path):
-        for cell in json.loads(path.read_text("utf-8"))["cells"]:
-            tags = frozenset(cell["metadata"].get("tags", []))
-            found.append(Cell(cell["cell_type"] == "code", "".join(cell["source"]), tags))
-    return found
+    with _contents(path) as contents:
+        return [
+            Cell(cell["cell_type"] == "code", "".join(cell["source"]), tags(cell))
+            for cell in json.loads(contents)["cells"]
+        ]
 
 
-def read(path: Path) -> "NotebookNode":
+def read(path: Path) -> Any:
     """A valid notebook in nbformat's version 4. Raises CourseError for a damaged file."""
     import nbformat
 
-    with _damage_named(path):
-        node = nbformat.v4.reads(path.read_text("utf-8"))
+    with _contents(path) as contents:
+        node = nbformat.v4.reads(contents)
         nbformat.validate(node)
     return node
 
 
 @contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
+def _contents(path: Path) -> Iterator[bytes]:
+    contents = path.read_bytes()
     try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:  # a foreign file can make a reader stumble in any way
-        problem = f"is damaged or not a notebook: {type(error).__name__}"
-        raise CourseError(f"{shown(path)} {problem}.") from None
+        yield contents
+    except Exception:  # a foreign file can make a reader stumble in any way
+        raise CourseError(f"{shown(path)} is damaged or not a notebook.") from None
 
 
-def tags(cell: "NotebookNode") -> set[str]:
-    """The tags of an nbformat cell."""
-    return set(cell.metadata.get("tags", []))
+def tags(cell: Mapping[str, Any]) -> set[str]:
+    """The tags of a cell."""
+    return set(cell["metadata"].get("tags", []))
 
 
 def definitions(path: Path, **given: Any) -> ModuleType:
     """A lesson's imports, functions, classes, UPPER_CASE constants and parameters, as a module.
 
-    No other statement runs: what the functions need of the lesson (`device`, …) is `given` by name.
-    Exercises contribute their solutions, not their stubs. Raises CourseError for a damaged file.
+    Nothing else runs: what the functions need (`device`, …) is `given`. Solutions replace stubs.
     """
     module = ModuleType(path.stem)
     for cell in cells(path):

@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import product
@@ -15,26 +14,25 @@ from matplotlib.figure import Figure
 
 from amp_utils import lesson as lessons
 from amp_utils import plots
-from amp_utils.course import CourseError, html, notebook, pages, write_whole
+from amp_utils.course import CourseError, notebook, pages, write_whole
 
 Row = dict[str, Any]
 Runs = Mapping[str, Mapping[str, Any]]  # parameters by name
-Lines = dict[str, dict[Any, float]]  # y by x, by label
-Plots = dict[tuple[str, str], Lines]  # by metric and name of the x-axis
 
 
 def page(lesson: Path, folder: Path) -> Path | None:
     """The notebook that a run has left, finished or failed, as an HTML page that is up to date."""
-    for source in (folder / lesson.name, folder / f"{lesson.stem}.failed.ipynb"):
+    left = folder / lesson.name, folder / f"{lesson.stem}.failed.ipynb"
+    for source in filter(Path.exists, left):
         target = source.with_suffix(".html")
-        if source.exists():
-            if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
-                try:
-                    body = pages.cells(notebook.read(source), lesson.parent)
-                except CourseError as error:  # of a picture or formula: the report goes on without
-                    body = escape(str(error))
-                write_whole(target, pages.page(f"{folder.name} · {lesson.stem}", body))
-            return target
+        if not target.exists() or target.stat().st_mtime < source.stat().st_mtime:
+            try:
+                body = pages.cells(notebook.read(source), lesson.parent)
+            except CourseError as error:  # of a picture or formula: the report goes on without
+                body = escape(str(error))
+            title = f"{folder.name} · {lesson.stem}"
+            write_whole(target, pages.page("lesson.html.j2", title=title, body=body))
+        return target
     return None
 
 
@@ -60,7 +58,7 @@ def read_back(lesson: Path, out: Path, runs: Runs, failures: Mapping[str, str]) 
     rows = []
     for name, parameters in runs.items():
         outcome = "failed" if name in failures else "missing"
-        row: Row = {"run": name, **parameters, "outcome": outcome, "took (s)": None}
+        row = {"run": name, **parameters, "outcome": outcome, "took (s)": None}
         if (out / name / lesson.name).exists():
             run = notebook.read(out / name / lesson.name)
             row |= {"outcome": "done", "took (s)": round(run.metadata.papermill.duration, 1)}
@@ -75,46 +73,45 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def lines(rows: list[Row], columns: list[str], parameters: list[str]) -> Plots:
-    """What to plot: over the parameter with the most numbers, else over the first that varies.
+def lines(rows: list[Row], columns: list[str], parameters: list[str]) -> dict[tuple[str, str], Any]:
+    """What to plot, as {(metric, name of the x-axis): {label: {x: y}}}.
 
-    A list of numbers is plotted over the position in the list, its "entry".
+    The x-axis is the parameter with the most numbers, else the first that varies; of a list, it is
+    the position in the list, the "entry".
     """
-    values = {name: list(dict.fromkeys(row[name] for row in rows)) for name in parameters}
+    values = {name: {row[name] for row in rows} for name in parameters}
     varying = [name for name in parameters if len(values[name]) > 1] or parameters[:1]
     widest = max(varying, key=lambda name: all(map(is_number, values[name])) * len(values[name]))
-    found: Plots = {}
+    found: dict[tuple[str, str], Any] = {}
     for column, row in product(columns, rows):
         metric, _, part = column.partition(".")
         axis, points = widest, {row[widest]: row.get(column)}
         if isinstance(row.get(column), list):
             axis, points = "entry", dict(enumerate(row[column], 1))
-        settings = [f"{name}={row[name]}" for name in varying if name != axis]
         if points and all(map(is_number, points.values())):
+            settings = [f"{name}={row[name]}" for name in varying if name != axis]
             label = ", ".join(filter(None, [part, *settings]))
             found.setdefault((metric, axis), {}).setdefault(label, {}).update(points)
     return found
 
 
-def plot(metric: str, axis: str, found: Lines) -> str:
-    """One metric as an SVG picture."""
-    ticks = list(dict.fromkeys(place for points in found.values() for place in points))
+def plot(metric: str, axis: str, found: Mapping[str, Mapping[Any, float]]) -> str:
+    """One metric as an SVG picture, with words or few numbers evenly spaced on the x-axis."""
+    places = list(dict.fromkeys(place for points in found.values() for place in points))
     heights = [height for points in found.values() for height in points.values()]
-    numbers = all(map(is_number, ticks))
+    numbers = all(map(is_number, places))
+    spaced = len(places) < 9 or not numbers
     with rc_context(plots.STYLE):
         figure = Figure(figsize=(7, max(2.8, 0.25 * len(found))))
         axes = figure.subplots()
         for i, (label, points) in enumerate(found.items()):
-            formats = [word for word in re.split("[=, ]+", label) if word in plots.COLORS]
-            places = [place if numbers else str(place) for place in points]
-            (line,) = axes.plot(places, [*points.values()], label=label)
-            line.set_color(plots.COLORS[formats[0]] if formats else plots.CYCLE[i % 6])
-            line.set_linestyle(plots.LINES[i % 6] if numbers else "")
-            line.set_marker("o" if len(ticks) < 20 else "")
-        if numbers and len(ticks) < 9:
-            axes.set_xscale("log" if min(ticks) > 0 and max(ticks) > 8 * min(ticks) else "linear")
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axes.minorticks_off()
+            xs = map(places.index, points) if spaced else points
+            color = next((plots.COLORS[f] for f in plots.COLORS if f in label), plots.CYCLE[i % 6])
+            style, marker = plots.LINES[i % 6] if numbers else "", "o" if spaced else ""
+            look = {"color": color, "linestyle": style, "marker": marker}
+            axes.plot([*xs], [*points.values()], label=label, **look)
+        if spaced:
+            axes.set_xticks(range(len(places)), map(str, places))
         log = min(heights) > 0 and max(heights) > 50 * min(heights)
         axes.set(title=metric, xlabel=axis, yscale="log" if log else "linear")
         if any(found):
@@ -126,8 +123,6 @@ def plot(metric: str, axis: str, found: Lines) -> str:
 
 def brief(value: Any) -> str:
     """A value for a cell of the table; results.csv has every digit."""
-    if isinstance(value, list) and len(value) > 4:
-        return f"{len(value)} values"
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -143,17 +138,15 @@ def write(out: Path, lesson: Path, runs: Runs, failures: Mapping[str, str]) -> i
 
     parameters = list(next(iter(runs.values())))
     drawn = lines(rows, columns[len(parameters) + 3 :], parameters)
-    finished = sum(row["outcome"] == "done" for row in rows)
-    report = html.page(
-        "report.html.j2",
-        title=f"Sweep of {lesson.stem}",
-        finished=finished,
-        rows=rows,
-        columns=columns[1:],
-        brief=brief,
-        pages={name: page(lesson, out / name) for name in runs},
-        failures=failures,
-        plots=[(metric, axis, plot(metric, axis, drawn[metric, axis])) for metric, axis in drawn],
-    )
-    write_whole(out / "report.html", report)
-    return finished
+    report = {
+        "title": f"Sweep of {lesson.stem}",
+        "finished": sum(row["outcome"] == "done" for row in rows),
+        "rows": rows,
+        "columns": columns[1:],
+        "brief": brief,
+        "pages": {name: page(lesson, out / name) for name in runs},
+        "failures": failures,
+        "plots": [(*name, plot(*name, found)) for name, found in drawn.items()],
+    }
+    write_whole(out / "report.html", pages.page("report.html.j2", **report))
+    return report["finished"]

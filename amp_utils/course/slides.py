@@ -1,8 +1,7 @@
 """A lesson as a presentation in one HTML file that needs no network.
 
-A lesson's slide metadata decides which cells begin a slide, come later or are left out; the command
-outline writes it. This module adds what metadata cannot say: text is cut at its headings, a full
-slide continues below, and the output of a predicted cell comes one keystroke later.
+The slide metadata that outline writes decides; what metadata cannot say is added here: text is cut
+at its headings, a full slide continues below, and a predicted output comes one keystroke later.
 """
 
 import re
@@ -15,10 +14,11 @@ import click
 import nbformat
 from nbformat import NotebookNode
 
-from amp_utils.course import CourseError, html, notebook, outline, pages, shown, write_whole
+from amp_utils.course import notebook, outline, pages, shown, write_whole
 
 # Pixels, on the template's slides of 1280 × 720: a guess, and what turns out longer scrolls.
 FULL, TEXT, CODE, FIGURE, GAP = 700, 31, 22, 360, 10
+REVEAL = files("pyreveal") / "revealjs/dist"
 
 
 def parts(cell: NotebookNode) -> Iterator[NotebookNode]:
@@ -47,12 +47,9 @@ def height(part: NotebookNode) -> int:
     return (FIGURE if "image/png" in data else CODE * lines) + GAP
 
 
-def is_heading(part: NotebookNode) -> bool:
-    return part.cell_type == "markdown" and part.source.startswith(("# ", "## "))
-
-
-def is_bare_heading(slide: list[NotebookNode]) -> bool:
-    return is_heading(slide[-1]) and "\n" not in slide[-1].source.strip()
+def is_heading(part: NotebookNode, bare: bool = False) -> bool:
+    text = part.source if part.cell_type == "markdown" else ""
+    return text.startswith(("# ", "## ")) and not (bare and "\n" in text.strip())
 
 
 def stacks(lesson: NotebookNode) -> list[list[list[NotebookNode]]]:
@@ -75,7 +72,7 @@ def stacks(lesson: NotebookNode) -> list[list[list[NotebookNode]]]:
             column = columns[-1]
             full = column and sum(map(height, column[-1] + group)) > FULL
             own = (kind == "subslide" and first is new[0]) or first.source.startswith("### ")
-            if not column or ((full or own) and not is_bare_heading(column[-1])):
+            if not column or ((full or own) and not is_heading(column[-1][-1], bare=True)):
                 column.append([])
                 first.metadata["later"] = False  # no slide begins empty
             column[-1] += group
@@ -85,33 +82,22 @@ def stacks(lesson: NotebookNode) -> list[list[list[NotebookNode]]]:
 
 def render(slide: list[NotebookNode], folder: Path) -> str:
     """A slide as HTML, its answers unfolded."""
-    cells = pages.cells(nbformat.v4.new_notebook(cells=slide), folder, pages.outward, False)
+    cells = pages.cells(nbformat.v4.new_notebook(cells=slide), folder, False, False)
     return cells.replace("<details><summary>Answer", "<details open><summary>Answer")
 
 
-def reveal(name: str) -> str:
-    """A file of reveal.js. Raises CourseError if the package that brings it is incomplete."""
-    try:
-        return (files("pyreveal") / "revealjs/dist" / name).read_text("utf-8")
-    except (ImportError, OSError):
-        raise CourseError(f"reveal.js lacks {name}: install the package pyreveal again.") from None
-
-
-@click.command(help="Build LESSON's slides into build/slides and open them in the browser.")
-@click.argument("lesson", required=False, metavar="LESSON")
+@click.command(help="Show LESSON as a presentation in the browser.")
+@click.argument("lesson")
 @click.option("--no-browser", is_flag=True, help="only print where they are")
 @click.pass_obj
-def command(root: Path, lesson: str | None, no_browser: bool) -> None:
-    if not lesson:
-        raise CourseError("Which lesson? Give its number, for example make slides NB=06.", 2)
+def command(root: Path, lesson: str, no_browser: bool) -> None:
     (path,) = notebook.choose([lesson], root / "notebooks")
-    slides, title = stacks(notebook.read(path)), outline.card(path).title
-    columns = [[render(slide, path.parent) for slide in column] for column in slides]
-    values = {"title": title, "columns": columns, "reveal": reveal}
-    text = html.page("slides.html.j2", highlighting=pages.HIGHLIGHTING, **values)
+    lesson = notebook.read(path)
+    title = outline.card(lesson.cells, path.name).title
+    columns = [[render(slide, path.parent) for slide in column] for column in stacks(lesson)]
     file = root / "build" / "slides" / f"{path.stem}.html"
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, text)
+    write_whole(file, pages.page("slides.html.j2", title=title, columns=columns, reveal=REVEAL))
     print(f"The slides are in {shown(file)}")
     if not no_browser and not webbrowser.open(file.as_uri()):
         print("No browser was found: open this file in one yourself.")

@@ -27,6 +27,7 @@ CARD = """# 5 · Title
 def copy(tmp_path, monkeypatch):
     """A copy of the course; the current folder is another one."""
     shutil.copytree(ROOT / "notebooks", tmp_path / "course" / "notebooks")
+    shutil.copytree(ROOT / ".github", tmp_path / "course" / ".github")
     shutil.copy(ROOT / "README.md", tmp_path / "course")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "course"
@@ -45,13 +46,15 @@ def navigation(path):
 
 
 def test_a_card_is_taken_apart():
-    assert outline.read_card(CARD) == outline.Card("5 · Title", "Why.", ["a", "b"], "40")
+    assert outline.card([new_markdown_cell(CARD)], "x") == outline.Card(
+        "5 · Title", "Why.", ["a", "b"], "40"
+    )
 
 
 @pytest.mark.parametrize("row", ["You will learn", "You need", "Minutes", "Runs on"])
 def test_a_missing_row_is_named(row):
-    with pytest.raises(ValueError, match=rf"no row \*\*{row}\*\*"):
-        outline.read_card(CARD.replace(row, "Other"))
+    with pytest.raises(CourseError, match=rf"^Cell 0: the card has no row \*\*{row}\*\*\.$"):
+        outline.card([new_markdown_cell(CARD.replace(row, "Other"))], "Cell 0")
 
 
 def test_everything_generated_is_up_to_date(capsys):
@@ -128,12 +131,10 @@ def test_a_damaged_lesson_is_a_sentence_and_nothing_is_rewritten(copy, capsys):
     assert contents(copy) == before
 
 
-def test_a_lesson_without_a_card_is_named(tmp_path):
-    path = tmp_path / "05_gradient_underflow.ipynb"
+def test_a_lesson_without_a_card_is_named():
     for cells in ([], [new_code_cell("x = 1")]):
-        nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-        with pytest.raises(CourseError, match=r"^05_gradient_underflow.ipynb: the card has no "):
-            outline.card(path)
+        with pytest.raises(CourseError, match=r"^05.ipynb: the card has no "):
+            outline.card(cells, "05.ipynb")
 
 
 SLIDE_TYPES = [

@@ -94,3 +94,15 @@ def test_higher_order_ops_can_be_watched():
         attended = flex_attention(q, q, q)
         chosen = torch.cond(x.sum() > 0, lambda x: x @ x, lambda x: x + 1, (x,))
     assert watched.live == attended.nbytes + chosen.nbytes
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_watching_changes_no_result(mode):
+    torch.manual_seed(0)
+    x, weight, grid = torch.rand(2, 3), torch.rand(4, 3, 3), torch.randn(4, 5, 6)
+    for op, args in ((nn.functional.bilinear, (x, x, weight)), (torch.fft.hfftn, (grid,))):
+        with mode(), torch.autocast("cpu", torch.bfloat16):
+            alone = op(*args)
+            with memory.watch():
+                seen = op(*args)
+        assert torch.equal(seen, alone)

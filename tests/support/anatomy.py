@@ -61,9 +61,9 @@ def tree(cell: NotebookNode) -> ast.Module:
 @rule
 def card_is_complete(nb, path):
     try:
-        card = outline.read_card(nb.cells[0].source)
-    except (ValueError, CourseError) as error:
-        return [f"Cell 0: {error}."]
+        card = outline.card(nb.cells, "Cell 0")
+    except CourseError as error:
+        return [str(error)]
     complaints = (
         [] if 3 <= len(card.learn) <= 5 else [f"Cell 0: {len(card.learn)} objectives; give 3 to 5."]
     )
