@@ -10,14 +10,23 @@ import click
 from amp_utils.course import ROOT, CourseError
 from amp_utils.lesson import ParameterError
 
-COMMANDS = ["run", "sweep", "outline", "claims", "handout", "slides", "bench"]
+COMMANDS = {
+    "run": "run lessons with parameters, or keep their outputs",
+    "sweep": "run a lesson for all combinations of values",
+    "outline": "bring navigation, course map and slides up to date",
+    "claims": "measure the claims of the sources and write the ledger",
+    "handout": "build what a class gets: notebooks and offline pages",
+    "slides": "show a lesson as a presentation",
+    "bench": "measure gains and overheads as ratios",
+}
 
 
 class Toolbox(click.Group):
     """A group whose commands are named `command` in the modules of their names."""
 
-    def list_commands(self, context: click.Context) -> list[str]:
-        return COMMANDS
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items()])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         return import_module(f"amp_utils.course.{name}").command if name in COMMANDS else None

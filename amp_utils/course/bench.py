@@ -6,7 +6,6 @@ A CPU computes with one thread: more would spin while they wait, which CPU time 
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -333,8 +332,7 @@ def command(root: Path, pairs: Sequence[str], device: str, repeats: int, patienc
             print(error, file=sys.stderr)
             failed = True
     print(*bench.tables, sep="\n")
-    about = {"device": describe(device), "date": date.today().isoformat()}
-    about |= {"python": platform.python_version(), "torch": torch.__version__}
+    about = {"device": describe(device), "torch": torch.__version__, "date": str(date.today())}
     about |= {"results": results, "tables": bench.tables}
     path = root / "runs" / f"bench-{device.type}.json"
     path.parent.mkdir(exist_ok=True)

@@ -1,6 +1,4 @@
-"""Build or repair the project's `.venv`: run by `make` with any Python, standard library only.
-
-    python3 -I amp_utils/course/bootstrap.py [--port PORT]
+"""Build or repair the project's `.venv`: called by `make`, standard library only. [--port PORT]
 
 The syntax is Python 3.6's: an old Python must get as far as the sentence that says it is too old.
 """
@@ -49,8 +47,9 @@ def old_stamp(root):
 
 def stamp(root):
     """What `.venv` depends on: its folder and its Python (scripts name both), and these files."""
-    files = [root / "pyproject.toml", root / "requirements.lock", Path(__file__)]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+    project = (root / "pyproject.toml").read_bytes().partition(b"[tool.pytest")[0]  # no tools' part
+    files = project + (root / "requirements.lock").read_bytes() + Path(__file__).read_bytes()
+    digest = hashlib.sha256(files).hexdigest()
     return [str(root), str((root / ".venv/bin/python").resolve()), digest]
 
 

@@ -63,7 +63,9 @@ def folder_name(parameters: Parameters) -> str:
     >>> folder_name({"precision": "bf16", "lr": 0.001}), folder_name({"path": "../a"})
     ('precision=bf16,lr=0.001', 'path=.._a~c08fe364')
     """
-    texts = [v if isinstance(v, str) else json.dumps(v) for v in parameters.values()]
+    # A text that reads as a number or a truth value keeps its quotes, and so gets a checksum.
+    values = parameters.values()
+    texts = [v if parse_value(str(v)) == v == str(v) else json.dumps(v) for v in values]
     said = ",".join(map("=".join, zip(parameters, texts, strict=True)))
     if len(said) <= 100 and all(re.fullmatch(r"[a-z0-9_.+-]+", text) for text in texts):
         return said

@@ -246,6 +246,10 @@ def test_what_changes_the_environment_makes_it_stale(tmp_path):
         assert bootstrap.stamp(tmp_path) != now, name
         shutil.copy(ROOT / name, tmp_path)
     assert bootstrap.stamp(tmp_path) == now
+    text = (ROOT / "pyproject.toml").read_text()
+    for settings in ("[tool.pytest.ini_options]\n", "[tool.ruff]\n"):
+        (tmp_path / "pyproject.toml").write_text(text.replace(settings, f"{settings}# a comment\n"))
+        assert bootstrap.stamp(tmp_path) == now, settings
 
 
 # --- a small project that is installed for real, without a network

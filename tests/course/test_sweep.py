@@ -176,6 +176,11 @@ def test_names_of_runs_are_safe_and_tell_all_runs_apart(texts, read):
         assert re.fullmatch(r"a=[\w=,.+~-]*", name, re.ASCII) and len(name) < 120
 
 
+def test_values_of_different_types_have_different_names():
+    values = [False, "false", "False", True, "true", 0, "0", 1, "1", 1.0, "1.0", "inf", math.inf]
+    assert len({sweep.folder_name({"a": value}).lower() for value in values}) == len(values)
+
+
 def test_plain_values_make_plain_names():
     parameters = {"steps": 2, "rate": 1e-3, "loud": True, "precision": "bf16"}
     assert sweep.folder_name(parameters) == "steps=2,rate=0.001,loud=true,precision=bf16"
