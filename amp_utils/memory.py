@@ -70,10 +70,7 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def without_data() -> AbstractContextManager:
-    """Tensors made inside have shapes and dtypes but no data: any network "runs" anywhere.
-
-    What asks for a value (`item`, `if`) raises.
-    """
+    """Tensors made inside have shapes and dtypes but no data; what asks for a value raises."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
     return FakeTensorMode()
