@@ -231,8 +231,9 @@ def _inserted(arguments: Any, casts: list, output: torch.dtype | None) -> tuple[
         return ()
     if any(isinstance(leaf, torch.dtype) for leaf in tree_leaves(arguments)):
         return ()  # the caller's own wish, as in softmax(x, dtype=...)
-    # Where autocast widens, it is to float32 or the widest input, and the result is not narrow; an op
-    # that hands back the narrow dtype has widened by itself, as attention without a fused kernel does.
+    # Where autocast widens, it is to float32 or the widest input, and the result is not narrow; an
+    # op that hands back the narrow dtype has widened by itself, as attention without a fused
+    # kernel does.
     wide = {torch.float32, *_floats(arguments)}
     return tuple(
         f"{_name(a)}→{_name(b)}"
