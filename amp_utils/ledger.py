@@ -205,10 +205,10 @@ def _inserted(arguments: Any, casts: list, output: torch.dtype | None) -> tuple[
     asked = any(isinstance(leaf, torch.dtype) for leaf in tree_leaves(arguments))
     if asked or not any(map(torch.is_autocast_enabled, devices)):
         return ()
-    # An op that hands back the narrow dtype has widened by itself (attention, if not fused).
-    return tuple(
-        f"{_name(a)}→{_name(b)}" for a, b in casts if torch.promote_types(a, b) != b or output != a
-    )
+    # Autocast widens to float32 or to the widest input, and then the result is not narrow.
+    wide = {torch.float32, *_floats(arguments)}
+    kept = [(a, b) for a, b in casts if torch.promote_types(a, b) != b or output != a and b in wide]
+    return tuple(f"{_name(a)}→{_name(b)}" for a, b in kept)
 
 
 def _below_its_check(func: Callable) -> Callable | None:

@@ -78,7 +78,8 @@ def _composite(func: OpOverload) -> DispatchKey | None:
     if has(IMPLICIT):
         return IMPLICIT
     copies = func.is_view or func.overloadpacket.__name__ in ("clone", "_to_copy", "empty_like")
-    if func.namespace != "aten" or copies or has("CPU") or has("CUDA"):
+    wraps = "Scalar" in func._overloadname  # a number in a tensor, which Python could not hand on
+    if func.namespace != "aten" or copies or wraps or has("CPU") or has("CUDA"):
         return None
     keys = DispatchKey.CompositeExplicitAutograd, DispatchKey.CompositeExplicitAutogradNonFunctional
     return next(filter(has, keys), None)

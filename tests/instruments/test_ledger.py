@@ -442,6 +442,11 @@ def test_casts_before_a_complex_or_integer_result():
     assert [row.casts for row in rows] == [("bfloat16→float32",)] * 3
 
 
+def test_a_widening_of_the_ops_own_is_no_cast_of_autocasts():
+    rows = recorded(lambda: torch.float_power(torch.rand(3), 2))
+    assert (rows[-1].output, rows[-1].casts) == (torch.float64, ())
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_higher_order_ops_are_one_row():
     from torch.nn.attention.flex_attention import flex_attention
@@ -539,6 +544,7 @@ def test_recording_changes_no_result(mode):
     with torch.backends.mkldnn.flags(enabled=False):  # not every CPU has its kernel in bfloat16
         for name, op, args, kwargs in [
             *(listed[:4] for listed in listed_ops("cpu", torch_lists()["cpu"])),
+            ("a wrapped number", torch.take_along_dim, (x, torch.zeros_like(x).long(), 1), {}),
             ("lazy conjugates", torch.fft.hfftn, (torch.randn(4, 5, 6),), {}),
             ("encoder", encoder, (x,), {}),
             ("gru", nn.GRU(8, 4), (x,), {}),

@@ -31,7 +31,7 @@ MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch
 # They ask whether a mode is on, or depend on where their data lies in memory.
 OTHER_KERNEL = {
     *("linalg.svdvals", "linalg.eigvalsh", "linalg.cond", "linalg.matrix_rank", "norm.nuc"),
-    *("linalg.lstsq", "linalg.lstsq.grad_oriented"),
+    *("linalg.lstsq", "linalg.lstsq.grad_oriented", "linalg.matrix_norm"),
 }
 
 
