@@ -71,6 +71,7 @@ def test_the_clock_with_the_narrower_interval_counts(cpu):
     ):
         result = cpu.result("a / b", lambda a, b: a / b, [taken, timing.Timing(steady, steady)])
         assert result.clock == clock and list(result.values) == [1, 1, 1]
+    assert cpu.result("a", float, [timing.Timing((2.0,), (1.0,))]).clock == "CPU", "one repeat"
     gpu = bench.Bench(torch.device("cuda"), 2)
     assert gpu.result("a", float, [timing.Timing(noisy, steady)]).clock == "wall"
     assert cpu.result("a", float, [timing.Timing(noisy, steady)], wall=True).clock == "wall"
