@@ -434,7 +434,7 @@ def _of_optimizers(
 ) -> Iterator[Finding]:
     """Optimizers that hold the wrong parameters, or whose eps is nothing."""
     seen = {id(e.who): e.who for e in events if e.kind in ("optimizer", "scaler_step")}
-    seen |= {id(optimizer): optimizer for optimizer in given}
+    seen = seen or {id(optimizer): optimizer for optimizer in given}
     own = {id(p) for p in model.parameters()}
     held = {
         key: [p for group in optimizer.param_groups for p in group["params"]]

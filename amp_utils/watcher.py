@@ -232,12 +232,14 @@ class Watcher:
         return result
 
     def _scheduler_step(self, step: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        self.first(scheduler.optimizer)
         self.first(scheduler)
         self.note("scheduler", scheduler)
         return step(scheduler, *args, **kwargs)
 
     def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.first(optimizer)
+        self.inside.append("optimizer")
         found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
         if found_inf is None or not found_inf.item():
             self.note("optimizer", optimizer)
@@ -250,11 +252,8 @@ class Watcher:
                         for p in group["params"]
                         if p.grad is not None and not p.grad.is_sparse
                     ]
-        self.inside.append("optimizer")
 
     def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.inside:
-            self.inside.pop()
         counts: dict[torch.dtype, list[int]] = {}
         for p, before, due in self._cloned.pop(id(optimizer), []):
             moved, total = counts.setdefault(p.dtype, [0, 0])
@@ -265,6 +264,8 @@ class Watcher:
         if counts:
             shares = {dtype: still / max(total, 1) for dtype, (still, total) in counts.items()}
             self.log.still[id(optimizer)] = shares
+        if self.inside:
+            self.inside.pop()
 
     def _module_begins(self, module: nn.Module, args: Any) -> None:
         name = self.names.get(id(module))
@@ -278,7 +279,10 @@ class Watcher:
         name = self.names.get(id(module))
         if name is None or not self.modules:
             return
+        self._during("watcher", self._look, name, module, args, output)
         self.modules.pop()
+
+    def _look(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         given, made = _float_tensors(args), _float_tensors(output)
         fine = all(t.isfinite().all() for t in given)
         if module is self.model and not fine:
@@ -307,8 +311,8 @@ class _Kernels(TorchDispatchMode):
         name = getattr(packet, "__name__", "").removeprefix("_foreach_")
         if packet in flop_registry:
             return self._product(packet, func, args, kwargs)
-        if packet is aten._local_scalar_dense and "scaler" not in inside and watcher.modules == []:
-            self.log.reads += "optimizer" not in inside
+        if packet is aten._local_scalar_dense and not inside and not watcher.modules:
+            self.log.reads += 1
         if name in UPDATES | CLAMPS | NORMS and not inside and not watcher.modules:
             return self._by_hand(name, func, args, kwargs)
         result = func(*args, **kwargs)
