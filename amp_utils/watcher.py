@@ -9,6 +9,7 @@ dispatch mode for products, casts and updates in place. It records plain data an
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 from unittest import mock
@@ -31,6 +32,7 @@ from amp_utils.timing import synchronize
 
 aten = torch.ops.aten
 UPDATES = {"mul_", "add_", "sub_", "div_", "lerp_", "addcmul_", "addcdiv_"}
+SCALER = {"scale": "scale", "unscale_": "unscale", "step": "scaler_step", "update": "update"}
 CLAMPS, NORMS = {"clamp_", "clamp_min_", "clamp_max_"}, {"norm", "linalg_vector_norm"}
 
 
@@ -144,10 +146,8 @@ class Watcher:
             self._replace(stack, autocast, "__exit__", self._exit_region)
             self._replace(stack, torch.autograd, "_engine_run_backward", self._backward)
             for scaler in (torch.amp.GradScaler, LossScaler):
-                for method in ("scale", "unscale_", "step", "update"):
-                    self._replace(
-                        stack, scaler, method, getattr(self, f"_scaler_{method.strip('_')}")
-                    )
+                for method in SCALER:
+                    self._replace(stack, scaler, method, partial(self._scaler, method))
             for scheduler in _subclasses(LRScheduler):
                 if "step" in vars(scheduler):
                     self._replace(stack, scheduler, "step", self._scheduler_step)
@@ -158,6 +158,7 @@ class Watcher:
                 nn.modules.module.register_module_forward_hook(self._module_ends),
             ):
                 stack.callback(handle.remove)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_Kernels(self))
             self._stack = stack.pop_all()
         return self
@@ -201,34 +202,15 @@ class Watcher:
             if self.inside:
                 self.inside.pop()
 
-    def _scaler_scale(self, scale: Callable, scaler: Any, outputs: Any) -> Any:
+    def _scaler(self, method: str, call: Callable, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         self.first(scaler)
-        if self.inside[-1:] != ["scaler"]:  # it calls itself for a list
-            self.note("scale", scaler)
-        return outputs if self.fp32 else self._during("scaler", scale, scaler, outputs)
-
-    def _scaler_unscale(self, unscale: Callable, scaler: Any, optimizer: Any) -> Any:
-        self.first(scaler)
-        if "scaler" not in self.inside:  # step unscales by itself where it is still to do
-            self.note("unscale", optimizer)
-        return None if self.fp32 else self._during("scaler", unscale, scaler, optimizer)
-
-    def _scaler_step(
-        self, step: Callable, scaler: Any, optimizer: Any, *args: Any, **kw: Any
-    ) -> Any:
-        self.first(scaler)
-        self.note("scaler_step", optimizer)
+        if "scaler" not in self.inside:  # else it calls itself, as `step` calls `unscale_`
+            self.note(SCALER[method], args[0] if method in ("unscale_", "step") else scaler)
         if self.fp32:
-            return optimizer.step(*args, **kw)
-        return self._during("scaler", step, scaler, optimizer, *args, **kw)
-
-    def _scaler_update(self, update: Callable, scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        self.first(scaler)
-        self.note("update", scaler)
-        if self.fp32:
-            return None
-        result = self._during("scaler", update, scaler, *args, **kwargs)
-        self.log.scales.append(self._during("scaler", scaler.get_scale))
+            return args[0].step(*args[1:], **kwargs) if method == "step" else (*args, None)[0]
+        result = self._during("scaler", call, scaler, *args, **kwargs)
+        if method == "update":
+            self.log.scales.append(self._during("scaler", scaler.get_scale))
         return result
 
     def _scheduler_step(self, step: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +321,16 @@ class _Kernels(TorchDispatchMode):
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
             dtype = given[0].dtype
             row = self.log.products.setdefault((self._where(), dtype), Product())
-            sizes = {size for tensor in given for size in tensor.shape[-2:]}
+            if (
+                "conv" in packet.__name__
+            ):  # the channels count, but the few of a picture cannot be helped
+                sizes = [
+                    n
+                    for n in given[-1 if packet is aten.convolution_backward else 1].shape[:2]
+                    if n > 4
+                ]
+            else:
+                sizes = [n for tensor in given for n in tensor.shape[-2:]]
             row.flops, row.calls, row.seconds = (
                 row.flops + flops,
                 row.calls + 1,
