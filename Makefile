@@ -10,13 +10,14 @@ BIN := .venv/bin
 # A lesson is validated on the CPU, whatever the machine has. Kernels side by side with more threads than cores spin
 # against each other, so two workers get one thread each, and more threads get one worker.
 ON_CPU := CUDA_VISIBLE_DEVICES=
+UNITS := $(ON_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests amp_utils
 WORKERS := $(if $(filter 1,$(THREADS)),-n 2 --dist loadscope,-n 0)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab run sweep save test validate claims handout slides bench lint format clean ready
+.PHONY: help lab run sweep save test test-all validate claims handout slides bench lint format clean ready
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 lab: ready  ## open the course in JupyterLab (PORT=8888, BROWSER=no: just print the address)
 	@exec $(if $(filter yes no,$(BROWSER)),env -u BROWSER) $(BIN)/python -m jupyterlab \
@@ -35,10 +36,17 @@ sweep: ready  ## run a lesson for all combinations of values (NB=12 P="--set pre
 save: ready  ## run lessons on the CPU and keep their outputs in notebooks/ (NB=12: one lesson)
 	@$(BIN)/python -m amp_utils.course run --save $(NB)
 
-test: ready  ## check everything: units, promises, then every notebook against its saved outputs
+test: ready  ## check units and anatomy, then every notebook against its saved outputs (4 minutes)
 	@status=0; \
-	$(ON_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests amp_utils || status=1; \
+	$(UNITS) -m "not full" || status=1; \
 	$(MAKE) --no-print-directory validate || status=1; \
+	exit $$status
+
+test-all: ready  ## check everything: what takes long too, and the notebooks with one and with two threads
+	@status=0; \
+	$(UNITS) || status=1; \
+	$(MAKE) --no-print-directory validate THREADS=1 || status=1; \
+	$(MAKE) --no-print-directory validate THREADS=2 || status=1; \
 	exit $$status
 
 validate: ready  ## check only the notebooks against their saved outputs (THREADS=2: with two threads)
@@ -55,15 +63,15 @@ slides: ready  ## open a lesson as a presentation, without a network (NB=06; BRO
 	@$(if $(filter yes no,$(BROWSER)),env -u BROWSER) $(BIN)/python -m amp_utils.course slides $(NB) \
 	  $(if $(filter no,$(BROWSER)),--no-browser)
 
-bench: ready  ## measure speed-ups and the cost of the instruments, as ratios (P="--device cuda")
-	@$(BIN)/python -m amp_utils.course bench $(P)
+bench: ready  ## measure gains and overheads, as ratios (ARGS="recipe loop": some of them, P="--device cuda")
+	@$(BIN)/python -m amp_utils.course bench $(P) $(ARGS)
 
 lint: ready  ## check code and notebooks with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 format: ready  ## lay out code and notebooks with ruff
-	$(BIN)/ruff check --fix .
+	$(BIN)/ruff check --fix --exit-zero --quiet .
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and all that was made

@@ -14,18 +14,16 @@ from amp_utils.lesson import ParameterError
 def choose_device(device: str | torch.device = "auto") -> torch.device:
     """The device a lesson runs on: "auto" takes CUDA where there is one, else the CPU.
 
-    "mps" is taken where torch offers it; the course is not tested there. Raises ParameterError for a device that is
-    unknown or not there.
+    "mps" is taken where torch offers it; the course is not tested there. Raises ParameterError for
+    a device that is unknown or not there.
     """
     there = ["auto", "cpu"]
-    there += ["cuda"] if torch.cuda.is_available() else []
-    there += ["mps"] if torch.backends.mps.is_available() else []
+    there += ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
     name = device.type if isinstance(device, torch.device) else device
     if name not in there:
         reason = "is not on this machine" if name in ("cuda", "mps") else "is not allowed"
-        raise ParameterError(
-            f"device = {name!r} {reason}: give one of {', '.join(map(repr, there))}."
-        )
+        allowed = ", ".join(map(repr, there))
+        raise ParameterError(f"device = {name!r} {reason}: give one of {allowed}.")
     if name == "auto":
         name = "cuda" if "cuda" in there else "cpu"
     if name == "mps":
@@ -51,34 +49,26 @@ class Capability:
 
 
 def report(device: torch.device) -> list[Capability]:
-    """What this machine offers for mixed precision: versions, device, speed of a matmul in each 16-bit format."""
+    """What this machine offers for mixed precision: versions, devices, speed of 16-bit products."""
+    gpu = device.type == "cuda"
+    in_use = describe(device) if gpu else "none in use; every lesson runs on the CPU"
+    cpu = f"{describe(torch.device('cpu'))}, {torch.get_num_threads()} threads"
     lines = [
         Capability(True, f"torch {torch.__version__}", f"Python {platform.python_version()}"),
-        Capability(
-            device.type == "cuda",
-            "CUDA GPU",
-            describe(device)
-            if device.type == "cuda"
-            else "none in use; every lesson runs on the CPU",
-        ),
-        Capability(
-            True, "CPU", f"{describe(torch.device('cpu'))}, {torch.get_num_threads()} threads"
-        ),
+        Capability(gpu, "CUDA GPU", in_use),
+        Capability(True, "CPU", cpu),
     ]
     baseline = matmul_seconds(torch.float32, device)
     for dtype in (torch.bfloat16, torch.float16):
         ratio = baseline / matmul_seconds(dtype, device)
-        verdict = (
-            f"{ratio:.1f} × the speed of float32"
-            if ratio >= 0.1
-            else "runs, but far slower than float32"
-        )
+        speed = f"{ratio:.1f} × the speed of float32"
+        verdict = speed if ratio >= 0.1 else "runs, but far slower than float32"
         lines.append(Capability(ratio > 1.1, f"fast {dtype} matmul".replace("torch.", ""), verdict))
     return [*lines, _float8(device)]
 
 
 def _float8(device: torch.device) -> Capability:
-    """Whether 8-bit floats can be multiplied here: on CUDA from compute capability 8.9 on, elsewhere by trying."""
+    """Can 8-bit floats be multiplied? On CUDA from compute capability 8.9 on; elsewhere we try."""
     if device.type == "cuda":
         there = torch.cuda.get_device_capability(device) >= (8, 9)
     else:
@@ -94,21 +84,19 @@ def _float8(device: torch.device) -> Capability:
 def describe(device: torch.device) -> str:
     """The device's name, and for a GPU its compute capability and memory in GiB."""
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        memory = properties.total_memory / 2**30
-        return f"{properties.name}, compute capability {properties.major}.{properties.minor}, {memory:.0f} GiB"
-    return (
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {_instructions()}"
-    )
+        gpu = torch.cuda.get_device_properties(device)
+        memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+        return f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {memory}"
+    name = platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores, {_instructions()}"
 
 
 def matmul_seconds(
     dtype: torch.dtype, device: torch.device, size: int = 256, repeats: int = 5
 ) -> float:
-    """Median seconds of a (size, size) matrix product in `dtype`."""
-    size = (
-        size if device.type == "cpu" else 4096
-    )  # a small product would measure the launch, not the GPU
+    """Median seconds of a (size, size) matrix product in `dtype`; on a GPU `size` is 4096."""
+    if device.type != "cpu":
+        size = 4096  # a small product would measure the launch, not the GPU
     a = torch.ones(size, size, dtype=dtype, device=device)
     seconds = []
     for _ in range(repeats + 1):
@@ -120,10 +108,7 @@ def matmul_seconds(
 
 def _instructions() -> str:
     """The instruction sets that matter for 16-bit arithmetic, where torch can tell."""
+    sets = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
     flags = getattr(torch.cpu, "get_capabilities", dict)()
-    names = [
-        name
-        for name in ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
-        if flags.get(name)
-    ]
-    return " ".join(names) or torch.backends.cpu.get_cpu_capability().lower()
+    names = " ".join(name for name in sets if flags.get(name))
+    return names or torch.backends.cpu.get_cpu_capability().lower()

@@ -1,10 +1,10 @@
 """Anatomy of a floating-point format: fields, values, spacing, range and rounding.
 
-One algorithm serves every format. A finite value is ``(-1)**sign * n * 2**(e - mantissa_bits)`` where ``n``
-is an integer of ``mantissa_bits + 1`` bits and ``e`` never sinks below the exponent of the smallest normal
-number; below it ``n`` loses its leading one, and the number is subnormal (IEEE 754-2019, section 3.3; for
-the fp8 formats OCP 8-bit floating point, revision 1.0). No conversion of torch's is used here, so that
-torch can be the oracle in tests.
+One algorithm serves every format. A finite value is ``(-1)**sign * n * 2**(e - mantissa_bits)``,
+where the integer ``n`` has ``mantissa_bits + 1`` bits and ``e`` is never below the exponent of the
+smallest normal number; there ``n`` loses its leading one, and the number is subnormal (IEEE
+754-2019, section 3.3; for fp8 the OCP 8-bit floating point specification, revision 1.0). Nothing
+here uses torch's own conversions, so that torch can be the oracle in tests.
 
 >>> FP16.decode(0b0_01111_0000000001), FP16.max, FP16.ulp(2048.0)
 (1.0009765625, 65504.0, 2.0)
@@ -23,9 +23,10 @@ class Format:
     """A binary floating-point format: 1 sign bit, then `exponent_bits`, then `mantissa_bits`.
 
     A bit pattern is an int of `bits` bits, from 0 up, with the sign on top. tf32 has no torch dtype
-    (`dtype` is None): in hardware it is a float32 whose last 13 mantissa bits are ignored; here it is the
-    19 bits that remain. `finite_only` marks fp8 e4m3fn: no infinities, NaN only where all bits but the sign
-    are one, and what is too large (infinity too) becomes the largest value, as in torch 2.13's ``.to()``.
+    (`dtype` is None): in hardware it is a float32 whose last 13 mantissa bits are ignored; here it
+    is the 19 bits that remain. `finite_only` marks fp8 e4m3fn: no infinities, NaN only where all
+    bits but the sign are one; values that are too large, infinity included, become the largest one,
+    as in torch 2.13's ``.to()``.
     """
 
     name: str
@@ -65,12 +66,10 @@ class Format:
         return math.ldexp(1.0, -self.mantissa_bits)
 
     def fields(self, bits: int) -> tuple[int, int, int]:
-        """Cut a bit pattern into the integers (sign, exponent, mantissa); ValueError if it is too wide."""
+        """Cut a bit pattern into (sign, exponent, mantissa); ValueError if it is too wide."""
         if not 0 <= bits < 1 << self.bits:
-            top = (1 << self.bits) - 1
-            raise ValueError(
-                f"bits = {bits} is no {self.name} pattern: give an int from 0 to {top}."
-            )
+            allowed = f"give an int from 0 to {(1 << self.bits) - 1}"
+            raise ValueError(f"bits = {bits} is no {self.name} pattern: {allowed}.")
         return (
             bits >> (self.bits - 1),
             bits >> self.mantissa_bits & self._exponent_ones,
@@ -78,7 +77,7 @@ class Format:
         )
 
     def decode(self, bits: int) -> float:
-        """The value of a bit pattern: exact, since a Python float is fp64, the widest format here."""
+        """The value of a bit pattern: exact, as a Python float is fp64, the widest format here."""
         sign, exponent, mantissa = self.fields(bits)
         magnitude = bits & (1 << (self.bits - 1)) - 1
         if magnitude > self._max_bits:
@@ -86,16 +85,15 @@ class Format:
         else:
             # Exponent field 0 has no hidden one, and shares the power of two of exponent field 1.
             hidden_one = (exponent > 0) << self.mantissa_bits
-            value = math.ldexp(
-                hidden_one + mantissa, max(exponent, 1) - self.bias - self.mantissa_bits
-            )
+            power = max(exponent, 1) - self.bias - self.mantissa_bits
+            value = math.ldexp(hidden_one + mantissa, power)
         return -value if sign else value
 
     def encode(self, value: float) -> int:
         """The bit pattern of `value`, rounded half to even.
 
-        What is too large becomes infinity (e4m3fn: the largest value). NaN becomes the quiet NaN of its sign;
-        torch's own NaN patterns differ between kernels.
+        Values that are too large become infinity (e4m3fn: the largest value). NaN becomes the quiet
+        NaN of its sign; torch's own NaN patterns differ between kernels.
         """
         sign = (math.copysign(1.0, value) < 0) << (self.bits - 1)
         if math.isnan(value):
@@ -104,8 +102,7 @@ class Format:
             return sign | self._overflow_bits
         exponent = self._exponent(value)
         significand = round(math.ldexp(abs(value), self.mantissa_bits - exponent))
-        # Adding, not or-ing: the hidden one raises the exponent field by one, and so does a carry of
-        # rounding.
+        # Added, not or-ed: the hidden one raises the exponent field by one; so may rounding.
         magnitude = (exponent - self._min_exponent << self.mantissa_bits) + significand
         return sign | (magnitude if magnitude <= self._max_bits else self._overflow_bits)
 
@@ -119,9 +116,10 @@ class Format:
         return math.ldexp(1.0, self._exponent(value) - self.mantissa_bits)
 
     def round(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Round every element to this format, half to even; the result keeps the shape and dtype of `tensor`.
+        """Round every element to this format, half to even; shape and dtype stay those of `tensor`.
 
-        Any floating dtype will do (else TypeError); the arithmetic is float64. Not differentiable.
+        The arithmetic is float64. Not differentiable. TypeError for a tensor that is not floating;
+        ValueError if a rounded value is too large for its dtype: 65504 in float16 is 65536 in bf16.
         """
         if not tensor.is_floating_point():
             raise TypeError(f"tensor has dtype {tensor.dtype}: give a floating-point tensor.")
@@ -130,13 +128,17 @@ class Format:
         # Apple's mps has no float64.
         home = "cpu" if tensor.device.type == "mps" else tensor.device
         x = tensor.detach().to(home, torch.float64)
-        # The power of two of each element, from its own float64 bits; infinity and NaN have 1024, 1023 will
-        # do.
+        # Each element's power of two, from its float64 bits; for infinity and NaN any will do.
         exponent = ((x.view(torch.int64) >> 52 & 0x7FF) - 1023).clamp(self._min_exponent, 1023)
         quantum = (exponent - self.mantissa_bits + 1023 << 52).view(torch.float64)
         rounded = torch.round(x / quantum) * quantum
         overflow = torch.copysign(torch.full_like(x, self.decode(self._overflow_bits)), x)
         rounded = torch.where(rounded.abs() > self.max, overflow, rounded)
+        if self.max > torch.finfo(tensor.dtype).max:
+            lost = rounded.isfinite() & (rounded.abs() > torch.finfo(tensor.dtype).max)
+            if lost.any():
+                values = f"{x[lost][0]:g} is {rounded[lost][0]:g} in {self.name}"
+                raise ValueError(f"tensor has dtype {tensor.dtype}: {values}, give a wider one.")
         return rounded.to(tensor.device, tensor.dtype)
 
     def _exponent(self, value: float) -> int:
@@ -186,6 +188,4 @@ def of(key: str | torch.dtype | Format) -> Format:
         if key == format.name or (key == format.dtype and key is not None):
             return format
     names = ", ".join(repr(name) for name in FORMATS)
-    raise ValueError(
-        f"format = {key!r} is not known: give one of {names}, or the torch dtype of one."
-    )
+    raise ValueError(f"format = {key!r} is not known: give one of {names}, or its torch dtype.")

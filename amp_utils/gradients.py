@@ -1,4 +1,9 @@
-"""The underflow microscope: which share of some gradients a format loses, and where they lie by power of two."""
+"""The underflow microscope: what share of some gradients a format loses, and where they lie.
+
+A source is a module (its parameters' gradients), a tensor, or tensors, of any floating dtype; None
+entries are skipped. Real and imaginary parts of a complex value count one by one. Zeros that a
+sparse tensor does not store count in `zeros`.
+"""
 
 import math
 from collections.abc import Iterable
@@ -8,66 +13,67 @@ from torch import Tensor, nn
 
 from amp_utils import formats
 
-Source = nn.Module | Tensor | Iterable[Tensor]
+Source = nn.Module | Tensor | Iterable[Tensor | None]
+Format = str | torch.dtype | formats.Format
 
 
-def lost(
-    source: Source, fmt: str | torch.dtype | formats.Format = "fp16", scale: float = 1.0
-) -> float:
-    """Share of the non-zero values that become zero when multiplied by `scale` and rounded to the format.
+def lost(source: Source, fmt: Format = "fp16", scale: float = 1.0) -> float:
+    """Share of the non-zero values that become zero when multiplied by `scale` and rounded.
 
-    `source`: a module (its parameters' gradients), a tensor or tensors of any floating dtype. Zeros are not counted:
-    they were nothing before. 0.0 where there is no non-zero value. Raises ValueError for a scale that is not positive
-    and finite, or a module without gradients.
+    0.0 where there is no non-zero value. ValueError for a scale that is not positive and finite.
     """
-    values = _values(source)
-    values = values[values != 0]
-    return _share(_rounded(values, fmt, scale) == 0)
+    values = _values(_tensors(source))
+    return _share(formats.of(fmt).round(_scaled(values[values != 0], scale)) == 0)
 
 
-def overflowed(
-    source: Source, fmt: str | torch.dtype | formats.Format = "fp16", scale: float = 1.0
-) -> float:
-    """Share of the finite values that exceed the format's largest one when multiplied by `scale` and rounded."""
-    values = _values(source)
-    values = values[torch.isfinite(values)]
-    fmt = formats.of(fmt)
-    unbounded = values.abs() * scale > fmt.max
-    return _share(
-        unbounded & (_rounded(values, fmt, scale).isinf() | torch.tensor(fmt.finite_only))
-    )
+def overflowed(source: Source, fmt: Format = "fp16", scale: float = 1.0) -> float:
+    """Share of the finite values that, multiplied by `scale`, round to more than the largest one.
+
+    Where the format has no infinity (e4m3fn), torch's conversion makes them its largest value.
+    """
+    values, fmt = _values(_tensors(source)), formats.of(fmt)
+    magnitudes = _scaled(values[values.isfinite()], scale).abs()
+    border = fmt.max + fmt.ulp(fmt.max) / 2
+    # A tie goes to the even neighbour: up, but in e4m3fn, whose last pattern is NaN, down.
+    return _share(magnitudes > border if fmt.finite_only else magnitudes >= border)
 
 
 def histogram(source: Source) -> dict[int, int]:
     """How many non-zero finite values lie in [2^e, 2^(e+1)), by e, lowest first."""
-    values = _values(source)
-    values = values[torch.isfinite(values) & (values != 0)]
+    values = _values(_tensors(source))
+    values = values[values.isfinite() & (values != 0)]
     exponents, counts = (torch.frexp(values)[1] - 1).unique(return_counts=True)
     return dict(zip(exponents.tolist(), counts.tolist(), strict=True))
 
 
 def zeros(source: Source) -> float:
     """Share of the values that are exactly zero."""
-    return _share(_values(source) == 0)
+    tensors = _tensors(source)
+    total = sum(t.numel() * (1 + t.is_complex()) for t in tensors)
+    return (total - _values(tensors).count_nonzero().item()) / total if total else 0.0
 
 
-def _values(source: Source) -> Tensor:
-    """All values as one float64 vector on the CPU."""
+def _tensors(source: Source) -> list[Tensor]:
     if isinstance(source, nn.Module):
-        tensors = [p.grad for p in source.parameters() if p.grad is not None]
-        if not tensors:
-            raise ValueError("source is a module without gradients: call backward() first.")
-    else:
-        tensors = [source] if isinstance(source, Tensor) else list(source)
-    tensors = [t.coalesce().values() if t.is_sparse else t for t in tensors]
-    flat = [t.detach().cpu().double().flatten() for t in tensors]
-    return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
+        source = [p.grad for p in source.parameters()] or [None]
+    entries = [source] if isinstance(source, Tensor) else list(source)
+    tensors = [entry.detach() for entry in entries if entry is not None]
+    if entries and not tensors:
+        raise ValueError("source is without gradients: call backward() first.")
+    return tensors
 
 
-def _rounded(values: Tensor, fmt: str | torch.dtype | formats.Format, scale: float) -> Tensor:
+def _values(tensors: list[Tensor]) -> Tensor:
+    """All values that are stored, as one float64 vector on the CPU."""
+    stored = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    parts = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in stored]
+    return torch.cat([torch.zeros(0).double(), *(t.cpu().double().flatten() for t in parts)])
+
+
+def _scaled(values: Tensor, scale: float) -> Tensor:
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale = {scale!r} is not allowed: give a finite number above 0.")
-    return formats.of(fmt).round(values * scale)
+    return values * scale
 
 
 def _share(mask: Tensor) -> float:

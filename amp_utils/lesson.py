@@ -1,4 +1,4 @@
-"""Lesson plumbing: check parameters, compare predictions, let exercises check themselves, record results.
+"""Lesson plumbing: validate parameters, compare predictions, check exercises, record results.
 
 >>> validate({"steps": -1}, steps=whole(1, 1000))
 Traceback (most recent call last):
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class ParameterError(ValueError):
-    """A lesson parameter has a value that the lesson cannot use; the message is one sentence for the learner."""
+    """A parameter has a value that the lesson cannot use; one sentence for the learner."""
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows in place of a traceback (IPython's hook): the sentence alone."""
@@ -23,7 +23,7 @@ class ParameterError(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """What a parameter may be: a test for the value and the words that say so."""
+    """What a parameter may be: a test, and the words for an error message."""
 
     accepts: Callable[[Any], bool]
     allowed: str
@@ -67,7 +67,7 @@ def flag() -> Rule:
 def validate(values: Mapping[str, Any], **rules: Rule) -> None:
     """Check `values[name]` against each rule; `values` is usually the notebook's `globals()`.
 
-    Raises ParameterError for the first value that is not allowed: parameter, value and what is allowed in a sentence.
+    Raises ParameterError for the first bad value, naming parameter, value and what is allowed.
     """
     for name, rule in rules.items():
         if not rule.accepts(values[name]):
@@ -75,7 +75,7 @@ def validate(values: Mapping[str, Any], **rules: Rule) -> None:
 
 
 def predict(guess: Any, answer: Any) -> None:
-    """Print how a prediction compares with what was measured; a guess of None means that none was made."""
+    """Print how a prediction compares with the measured answer; None stands for no prediction."""
     if guess is None:
         print(f"✎ no prediction made; measured: {answer}")
     elif guess == answer:
@@ -85,9 +85,10 @@ def predict(guess: Any, answer: Any) -> None:
 
 
 def check(test: Callable[[], None]) -> Callable[[], None]:
-    """Decorate an exercise's test function: it runs at once and prints its verdict instead of raising.
+    """Run an exercise's test function at once; print a verdict instead of raising.
 
-    ✎ not attempted (the stub still raises NotImplementedError), ✗ and why, or ✓. The returned function runs it again.
+    ✎ not attempted (the stub still raises NotImplementedError), ✗ and why, or ✓. The function that
+    this decorator returns runs the test again.
     """
 
     def run() -> None:
@@ -107,10 +108,10 @@ def check(test: Callable[[], None]) -> Callable[[], None]:
 
 
 def record(**results: str | int | float | bool | list | dict) -> None:
-    """Put a lesson's key results into the executed notebook, where a papermill re-run is read back.
+    """Keep a lesson's key results in the executed notebook, for `recorded` to read back.
 
-    The values go into the metadata of a display output, so that saved pages compare equal across machines; the text
-    shows the names only. Raises TypeError for a value that JSON cannot hold.
+    The values go into the metadata of a display output and its text shows the names only, so that
+    saved outputs compare equal across machines. Raises TypeError for a value that JSON cannot hold.
     """
     from IPython.display import display
 
@@ -120,47 +121,13 @@ def record(**results: str | int | float | bool | list | dict) -> None:
     )
 
 
-def settle(**measured: str | int | float | bool | list) -> None:
-    """Put what was measured for a claim of a source into the executed notebook: `settle(fp16_max=65504.0)`.
-
-    The names are ids in notebooks/claims.toml, and the cell carries a tag `claim:ID` for each; `amp_utils.claims`
-    compares. Like `record`, it shows the names and keeps the values in metadata; JSON has no inf and no nan, so those
-    become words. Raises TypeError as `record` does.
-    """
-    from IPython.display import display
-
-    measured = {name: _finite_or_word(value) for name, value in measured.items()}
-    json.dumps(measured)
-    display(
-        {"text/plain": "claim settled: " + ", ".join(measured)},
-        raw=True,
-        metadata={"amp_utils_claims": measured},
-    )
-
-
 def recorded(notebook: Mapping[str, Any]) -> dict[str, Any]:
-    """All results that `record` left in an executed notebook (an nbformat node); later ones win."""
+    """The results that `record` kept in an executed notebook (an nbformat node); later ones win."""
     results: dict[str, Any] = {}
     for cell in notebook["cells"]:
         for output in cell.get("outputs", []):
             results |= output.get("metadata", {}).get("amp_utils", {})
     return results
-
-
-def settled(notebook: Mapping[str, Any]) -> dict[str, Any]:
-    """What `settle` left in an executed notebook: measured value by claim id."""
-    return {
-        name: value
-        for cell in notebook["cells"]
-        for output in cell.get("outputs", [])
-        for name, value in output.get("metadata", {}).get("amp_utils_claims", {}).items()
-    }
-
-
-def _finite_or_word(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_finite_or_word(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_int(value: Any) -> bool:

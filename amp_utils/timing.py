@@ -1,18 +1,21 @@
-"""Time and peak memory, measured so that they can be compared: warmed up, synchronised, interleaved, with spread."""
+"""Time and peak memory that can be compared: warmed up, synchronised, interleaved, with spread."""
 
-from collections.abc import Callable, Mapping
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each repeat, in the order they were taken."""
+    """Wall-clock and CPU seconds of each repeat, in the order they were taken."""
 
     seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...] = ()
 
     @property
     def median(self) -> float:
@@ -20,7 +23,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Interquartile range in seconds: the middle half of the repeats lies within it. 0 for a single repeat."""
+        """Interquartile range in seconds: it holds the middle half of the repeats; 0 for one."""
         return _spread(self.seconds)
 
 
@@ -29,11 +32,13 @@ def compare(
     repeats: int = 7,
     warmup: int = 1,
     device: torch.device | str = "cpu",
+    patience: float = math.inf,
 ) -> dict[str, Timing]:
-    """Time several functions in turn, A B A B …, so that a change of the machine's speed meets all of them alike.
+    """Time functions in turn, A B A B …, so that a change of the machine's speed meets all alike.
 
-    Each is called `warmup` times first without a clock, and the device is synchronised before every reading. Raises
-    ValueError for no runs, repeats < 1 or warmup < 0; what a run raises passes through.
+    Each function is called `warmup` times without a clock; the device is synchronised before every
+    reading. Once `patience` seconds have passed, only the first two repeats are still made. Raises
+    ValueError for no runs, repeats < 1 or warmup < 0.
     """
     if not runs:
         raise ValueError("runs is empty: give at least one function to time.")
@@ -44,28 +49,46 @@ def compare(
     for run in runs.values():
         for _ in range(warmup):
             run()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            synchronize(device)
-            start = perf_counter()
-            run()
-            synchronize(device)
-            seconds[name].append(perf_counter() - start)
-    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+    deadline = perf_counter() + patience
+    for repeat in range(repeats):
+        if repeat < 2 or perf_counter() < deadline:
+            for name, run in runs.items():
+                synchronize(device)
+                start, cpu_start = perf_counter(), cpu_clock()
+                run()
+                synchronize(device)
+                taken[name].append((perf_counter() - start, cpu_clock() - cpu_start))
+    return {name: Timing(*zip(*readings, strict=True)) for name, readings in taken.items()}
+
+
+def cpu_clock() -> float:
+    """CPU seconds used so far by all threads of this process and by its children that ended."""
+    return process_time() + sum(os.times()[2:4])
 
 
 def ratio(a: Timing, b: Timing) -> tuple[float, float]:
-    """How many times longer a takes than b: median of the paired ratios, and their interquartile range."""
+    """How many times longer a takes than b: median and interquartile range of the paired ratios."""
     ratios = [x / y for x, y in zip(a.seconds, b.seconds, strict=True)]
     return median(ratios), _spread(ratios)
 
 
-def peak_memory(run: Callable[[], object], device: torch.device | str) -> int | None:
-    """Most bytes of tensors that `run` held on a CUDA device, above what was there before; None elsewhere.
+def interval(values: Sequence[float], resamples: int = 4000) -> tuple[float, float]:
+    """95% interval of the median: the seeded percentile bootstrap of Efron and Tibshirani (1993).
 
-    None is the honest answer on a CPU: torch keeps no peak of its CPU tensors, and the operating system's figure is one
-    peak for the whole process that cannot be set back for a block.
+    Of fewer than six values it is the range, which holds the median in 1 - 2^(1 - n) of cases.
+    """
+    sample = torch.tensor(values, dtype=torch.float64)
+    shape, generator = (resamples, len(sample)), torch.Generator().manual_seed(0)
+    medians = sample[torch.randint(len(sample), shape, generator=generator)].quantile(0.5, dim=1)
+    low, high = medians.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def peak_memory(run: Callable[[], object], device: torch.device | str) -> int | None:
+    """Most bytes of tensors that `run` held on a CUDA device beyond those already held.
+
+    None elsewhere: torch keeps no peak for a CPU, and the operating system's cannot be reset.
     """
     if torch.device(device).type != "cuda":
         return None
@@ -78,16 +101,13 @@ def peak_memory(run: Callable[[], object], device: torch.device | str) -> int | 
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait until the device has finished: GPUs return before they are done. Does nothing on a CPU."""
-    kind = torch.device(device).type
-    if kind == "cuda":
+    """Wait until the device has finished: GPUs return before they are done, CPUs do not."""
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-    elif kind == "mps":
+    elif torch.device(device).type == "mps":
         torch.mps.synchronize()
 
 
-def _spread(values: tuple[float, ...] | list[float]) -> float:
-    if len(values) < 2:
-        return 0.0
-    low, _, high = quantiles(values, n=4, method="inclusive")
+def _spread(values: Sequence[float]) -> float:
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [0.0] * 3
     return high - low

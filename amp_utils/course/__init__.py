@@ -1,6 +1,6 @@
-"""The toolbox that builds, runs, checks and publishes the notebooks: `python -m amp_utils.course COMMAND`.
+"""The toolbox that builds, runs, checks and publishes the notebooks.
 
-No lesson imports it, and neither does any instrument.
+Its command line is `python -m amp_utils.course COMMAND`. No lesson and no instrument imports it.
 """
 
 import os
@@ -10,9 +10,9 @@ ROOT = Path(__file__).parents[2]
 
 
 class CourseError(Exception):
-    """Why a command cannot do what it was asked: one sentence for the person at the console.
+    """Why a command cannot do what it was asked, in one sentence for the person at the console.
 
-    `status` is the exit status of the command: 1 where something went wrong, 2 where the command was used wrongly.
+    `status` is the exit status: 1 where something went wrong, 2 where the command was used wrongly.
     """
 
     def __init__(self, sentence: str, status: int = 1):
@@ -20,8 +20,13 @@ class CourseError(Exception):
         self.status = status
 
 
+def shown(path: Path) -> str:
+    """A path for a message: relative to the current folder, or absolute where that is shorter."""
+    return min(str(path), os.path.relpath(path), key=len)
+
+
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it is there as a whole or not at all."""
+    """Write a text file completely or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The one command line of the toolbox; each command is a module, imported when it is called."""
+"""The command line of the toolbox. Each command is a module, imported only when it is called."""
 
 import signal
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from amp_utils.course import ROOT, CourseError
+from amp_utils.course import ROOT, CourseError, shown
 from amp_utils.lesson import ParameterError
 
 COMMANDS = {
@@ -22,7 +22,7 @@ COMMANDS = {
 
 
 class Toolbox(click.Group):
-    """Each command is `command` in the module of its name."""
+    """A group whose commands are named `command` in the modules of their names."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -34,6 +34,12 @@ class Toolbox(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def invoke(self, context: click.Context) -> int:
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:  # click would print an empty line first
+            raise CourseError("Interrupted: nothing half-done is left behind.", 130) from None
+
 
 @click.command(cls=Toolbox)
 @click.option("--root", type=Path, default=ROOT, metavar="DIR", help="the course's folder")
@@ -41,20 +47,14 @@ class Toolbox(click.Group):
 def toolbox(context: click.Context, root: Path) -> None:
     """Build, run, check and publish the lessons of Mixed Precision, Hands On."""
     if not (root / "notebooks").is_dir():
-        raise CourseError(
-            f"root = '{root}' is not allowed: give a folder that holds notebooks/.", 2
-        )
+        raise CourseError(f"root = '{root}' is not allowed: give a folder with notebooks/.", 2)
     context.obj = root.resolve()
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 0, 1 where something failed, 2 for wrong usage, 130 for Ctrl-C or a request to end."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: leave no kernel behind
+    """The exit status: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C or SIGTERM."""
     try:
-        return (
-            toolbox.main(arguments, prog_name="python -m amp_utils.course", standalone_mode=False)
-            or 0
-        )
+        return toolbox.main(arguments, "python -m amp_utils.course", standalone_mode=False) or 0
     except click.ClickException as error:
         sentence, status = error.format_message(), error.exit_code
     except ParameterError as error:
@@ -62,12 +62,12 @@ def main(arguments: list[str]) -> int:
     except CourseError as error:
         sentence, status = str(error), error.status
     except OSError as error:
-        sentence, status = f"{error.strerror or error}: {error.filename}", 1
-    except (KeyboardInterrupt, click.Abort):
-        sentence, status = "Interrupted: what was under way has left nothing behind.", 130
+        where = f"{shown(Path(error.filename))}: " if error.filename else ""
+        sentence, status = f"{where}{error.strerror or error}.", 1
     print(sentence, file=sys.stderr)
     return status
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: leave no kernel behind
     sys.exit(main(sys.argv[1:]))

@@ -1,244 +1,282 @@
-"""Benchmarks as ratios from interleaved runs, with their spread: `python -m amp_utils.course bench [--device cuda]`.
+"""Benchmarks: ratios of interleaved runs, each with a 95% interval of its median.
 
-Needs torch only; sweeps are left out where papermill and joblib are not installed. Prints a table and writes it, with
-machine and versions, to runs/bench-DEVICE.json.
-A ratio's spread is its interquartile range; a single time is worth little on a shared machine, a ratio more.
+They need torch, matplotlib and click; sweeps are left out where papermill and joblib are missing.
+A CPU computes with one thread, timed by the wall clock and in CPU time: the clock with the narrower
+interval counts. (More threads would spin while they wait, and CPU time count that as work.)
 """
 
-import ast
 import json
+import math
 import os
+import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from datetime import date
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
+from operator import truediv
 from pathlib import Path
+from statistics import linear_regression, median
 from tempfile import TemporaryDirectory
 
 import click
 import torch
-from torch import nn
 
-from amp_utils import ledger, models
-from amp_utils.course import ROOT, write_whole
+from amp_utils import models
+from amp_utils.course import ROOT, CourseError, notebook, write_whole
+from amp_utils.course.step import Run, Steps, gain_by_parts, table
 from amp_utils.device import choose_device, describe
+from amp_utils.ledger import record
 from amp_utils.lesson import validate, whole
 from amp_utils.scaler import FlightRecorder
-from amp_utils.timing import compare, ratio
+from amp_utils.timing import Timing, compare, interval
 
-Run = Callable[[], object]
+INSTRUMENTS = "from amp_utils import formats, ledger, gradients, scaler, timing, device, lesson"
+GRID = {"size": [16], "steps": [60], "precision": ["fp32", "bf16"], "seed": [0, 1, 2, 3]}
+LOOP = f"""
+import itertools, papermill, sys
+for i, values in enumerate(itertools.product(*{list(GRID.values())})):
+    out, point = f"{{sys.argv[1]}}/{{i}}.ipynb", dict(zip({list(GRID)}, values))
+    papermill.execute_notebook("notebooks/12_checkerboard_cnn.ipynb", out, point, cwd="notebooks")
+"""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How many times longer (or faster) something is, the spread of that ratio, and the bar it must keep."""
+    """A ratio or an exponent from each repeat, the clock behind it, and the limits it must keep."""
 
     name: str
-    ratio: float
-    spread: float
-    bar: float | None = None  # at most this, where there is one
+    values: Sequence[float]
+    clock: str = "wall"
+    bar: float | None = None  # at most this
+    floor: float = 0.0  # at least this
+
+    @cached_property
+    def interval(self) -> tuple[float, float]:
+        return interval(self.values)
 
     @property
     def verdict(self) -> str:
-        return "" if self.bar is None else "kept" if self.ratio <= self.bar else "broken"
+        """Broken where the whole interval is beyond a limit; one that straddles it cannot tell."""
+        low, high = self.interval
+        if self.bar is None:
+            return ""
+        if low > self.bar or high < self.floor:
+            return "broken"
+        return "kept" if self.floor <= low and high <= self.bar else "cannot tell"
+
+    def __str__(self) -> str:
+        numbers = "".join(f"{number:8.3f}" for number in (median(self.values), *self.interval))
+        bar = "" if self.bar is None else f"{self.bar:.3f}"
+        about = f"{bar:>8}{len(self.values):>4}  {self.clock:<6}{self.verdict}"
+        return f"{self.name:<44}{numbers}{about}".rstrip()
 
 
-def recipe_steps(
-    device: torch.device, dtype: torch.dtype, steps: int = 8
-) -> Callable[[object], None]:
-    """A few training steps of the recipe's perceptron, with the scaler that is given; small on a CPU."""
-    width, batch = (512, 256) if device.type == "cpu" else (4096, 512)
-    net = models.mlp(width, width, width).to(device)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    inputs, targets = (torch.randn(batch, width, device=device) for _ in range(2))
+class Bench:
+    """Measures on a device; `tables` collects what is printed below the results."""
 
-    def run(scaler: object) -> None:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-                loss = nn.functional.mse_loss(net(inputs), targets)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self.device, self.repeats, self.on_cpu = device, repeats, device.type == "cpu"
+        self.low = torch.bfloat16 if self.on_cpu else torch.float16
+        # The shorter a step, the more an overhead weighs: every CPU is fast in float32.
+        self.fast = torch.float32 if self.on_cpu else torch.float16
+        self.size = (512, 256) if self.on_cpu else (4096, 512)
+        self.tables: list[str] = []
 
-    return run
+    def time(self, runs: Sequence[Run], times=1, warmup=1, patience=20) -> list[Timing]:
+        named = dict(enumerate(runs))
+        return [*compare(named, times * self.repeats, warmup, self.device, patience).values()]
+
+    def result(self, name: str, statistic: Callable, taken, wall=False, **limits) -> Result:
+        """`statistic` of the times in each repeat, by the clock with the narrower interval.
+
+        Only the wall clock counts on a GPU and where `wall` is true.
+        """
+        by_clock = {"wall": [timing.seconds for timing in taken]}
+        if self.on_cpu and not wall:
+            by_clock["CPU"] = [timing.cpu_seconds for timing in taken]
+        results = [
+            Result(name, [*map(statistic, *times)], clock, **limits)
+            for clock, times in by_clock.items()
+        ]
+        return min(results, key=lambda result: result.interval[1] - result.interval[0])
+
+    def pair(self, name: str, *runs: Run, bar=None, wall=False, **how) -> list[Result]:
+        """How many times longer the first of two runs takes."""
+        return [self.result(name, truediv, self.time(runs, **how), wall, bar=bar)]
+
+    def growth(self, name: str, runs: Mapping[int, Run], wall=False, **how) -> list[Result]:
+        """The exponent with which time grows, from runs by size."""
+        name = f"exponent of {name} {(*runs,)}"
+        taken = self.time([*runs.values()], **how)
+        return [self.result(name, partial(exponent, [*runs]), taken, wall, bar=1.1)]
+
+    def perceptron(self, dtype: torch.dtype, width: int, batch: int) -> Steps:
+        """Steps of the recipe's three linear layers."""
+        data = torch.randn(2, batch, width, device=self.device)
+        return Steps(models.mlp(width, width, width), data, dtype)
+
+    def painter(self, dtype: torch.dtype, side: int) -> Steps:
+        """The checkerboard net, in the form that lesson 12 takes on the device."""
+        batch = [models.pixel_grid(side).to(self.device), models.checkerboard(side).to(self.device)]
+        if self.on_cpu:
+            return Steps(models.pixel_painter(64), batch, dtype, torch.optim.Adam)
+        images = [pixels.T.reshape(1, -1, side, side) for pixels in batch]
+        return Steps(models.conv_painter(256), images, dtype, torch.optim.Adam)
+
+    def taught(self, steps: Steps, count: int) -> Run:
+        """Steps in the training loop of lesson 10, read from its notebook."""
+        lesson = notebook.load("10", device=self.device, on_gpu=not self.on_cpu)
+        name, data = (
+            "fp32" if self.on_cpu else "fp16",
+            [(steps.inputs, steps.targets)],
+        )
+        return partial(lesson.train, name, steps.net, steps.optimizer, steps.scaler, data, count)
 
 
-def lesson_loop(device: torch.device, steps: int = 8) -> tuple[Run, Run]:
-    """The training loop of lesson 10, read from its notebook, and the same loop bare, on equal networks in bf16."""
-    notebook = json.loads((ROOT / "notebooks" / "10_amp_recipe.ipynb").read_text("utf-8"))
-    source = "\n".join(
-        "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"
-    )
-    wanted = [
-        n for n in ast.parse(source).body if getattr(n, "name", "") in ("train", "float32_products")
+def exponent(sizes: Sequence[int], *seconds: float) -> float:
+    """The slope of the straight line through log(seconds) over log(sizes)."""
+    return linear_regression([*map(math.log, sizes)], [*map(math.log, seconds)]).slope
+
+
+def recipe(bench: Bench, width=512, batch=256, **how) -> list[Result]:
+    """What 16 bits gain in a step and in its products alone, and whether its parts explain that."""
+    name, runs = f"recipe {width}/{batch}", []
+    for dtype in (torch.float32, bench.low):
+        steps = bench.perceptron(dtype, width, batch)
+        runs += [steps.train, *steps.parts()]
+    taken = bench.time(runs, **how)
+    gain = bench.result(f"{name}: gain by parts / gain", gain_by_parts, taken, bar=1.1, floor=0.9)
+    by_wall = gain.clock == "wall"
+    seconds = [median(timing.seconds if by_wall else timing.cpu_seconds) for timing in taken]
+    bench.tables.append(table(name, seconds, median(gain.values)))
+    half = len(taken) // 2
+    return [
+        bench.result(f"{name}: step, fp32 / 16 bits", truediv, taken[::half]),
+        bench.result(f"{name}: its products, fp32 / 16 bits", truediv, taken[1::half]),
+        gain,
     ]
-    taught: dict = {
-        "torch": torch,
-        "nn": nn,
-        "contextmanager": contextmanager,
-        "Iterator": Iterator,
-        "device": device,
-    }
-    taught |= {"on_gpu": device.type == "cuda", "DTYPES": {"bf16": torch.bfloat16}}
-    exec(compile(ast.Module(wanted, []), "10_amp_recipe", "exec"), taught)
-
-    width, batch = (512, 256) if device.type == "cpu" else (4096, 512)
-    nets = [models.mlp(width, width, width).to(device) for _ in range(2)]
-    optimizers = [torch.optim.SGD(net.parameters(), lr=1e-3) for net in nets]
-    data = [tuple(torch.randn(batch, width, device=device) for _ in range(2))]
-
-    def bare() -> None:
-        for _ in range(steps):
-            for inputs, targets in data:
-                with torch.autocast(device.type, dtype=torch.bfloat16):
-                    loss = nn.functional.mse_loss(nets[0](inputs), targets)
-                loss.backward()
-                optimizers[0].step()
-                optimizers[0].zero_grad()
-
-    scaler = torch.amp.GradScaler(device.type, enabled=False)
-    return partial(taught["train"], "bf16", nets[1], optimizers[1], scaler, data, steps), bare
 
 
-def checkerboard_step(device: torch.device, dtype: torch.dtype, steps: int = 10) -> Run:
-    """A few training steps of the checkerboard net, in the form and size that lesson 12 takes on this device."""
-    on_cpu = device.type == "cpu"
-    size, width = (40, 64) if on_cpu else (512, 256)
-    net = (models.pixel_painter if on_cpu else models.conv_painter)(width).to(device)
-    batch, target = models.pixel_grid(size).to(device), models.checkerboard(size).to(device)
-    batch = batch if on_cpu else batch.T.reshape(1, 2, size, size)
-    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
-
-    def run() -> None:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-                loss = nn.functional.mse_loss(net(batch).reshape(target.shape), target)
-            loss.backward()
-            optimizer.step()
-
-    return run
+def large(bench: Bench) -> list[Result]:
+    return recipe(bench, 2048 if bench.on_cpu else 4096, 512, warmup=0)
 
 
-def importing(module: str) -> Run:
-    """Import a module in a fresh interpreter."""
-    return lambda: subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+def checkerboard(bench: Bench) -> list[Result]:
+    side = 40 if bench.on_cpu else 512
+    runs = [partial(bench.painter(dtype, side).train, 10) for dtype in (torch.float32, bench.low)]
+    return bench.pair("checkerboard: fp32 / 16 bits", *runs)
 
 
-# The same grid as one sweep with two jobs, and as a plain loop: four seeds in two precisions, small as they come.
-GRID = {"size": [16], "steps": [60], "precision": ["fp32", "bf16"], "seed": [0, 1, 2, 3]}
-LOOP = f"""
-import itertools, papermill, sys
-grid = {GRID}
-for i, values in enumerate(itertools.product(*grid.values())):
-    point = dict(zip(grid, values))
-    papermill.execute_notebook(sys.argv[1], f"{{sys.argv[2]}}/{{i}}.ipynb", point, cwd="notebooks", progress_bar=False)
-"""
+def loop(bench: Bench) -> list[Result]:
+    steps = bench.perceptron(bench.fast, *bench.size)
+    runs = bench.taught(steps, 4), partial(steps.train, 4)
+    return bench.pair("lesson 10's loop / the same loop bare", *runs, bar=1.02, times=5)
 
 
-def executing(*command: str) -> Run:
-    """Execute lesson 12 over the grid with a Python command, to which an empty folder is added."""
+def recorder(bench: Bench) -> list[Result]:
+    bare = bench.perceptron(bench.fast, *bench.size)
+    bare.scaler = torch.amp.GradScaler(bench.device.type)
+    watched = copy(bare)  # the same network: only the instrument differs
+    watched.scaler = FlightRecorder(bare.scaler)
+    runs = partial(watched.train, 4), partial(bare.train, 4)
+    return bench.pair("flight recorder / bare step", *runs, bar=1.05, times=5)
+
+
+def ledger(bench: Bench) -> list[Result]:
+    step = bench.perceptron(bench.low, *bench.size).train
+    return bench.pair("ledger / bare step", record()(step), step)
+
+
+def command_line(*command: str) -> Run:
+    """Run a Python command in the course's folder, with an empty folder as its last argument."""
 
     def run() -> None:
         with TemporaryDirectory() as out:
-            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            subprocess.run([sys.executable, *command, out], check=True, cwd=ROOT, **quiet)
+            whole = [sys.executable, *command, out]
+            ended = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True)
+        if ended.returncode:
+            raise CourseError(f"{' '.join(command[:3])} failed: {ended.stderr.splitlines()[-1:]}")
 
     return run
 
 
-def sweep_and_loop() -> tuple[Run, Run] | None:
-    """The grid as a sweep, and as a plain loop; None, and a sentence, where that cannot be measured."""
-    if (
-        any(find_spec(name) is None for name in ("papermill", "joblib"))
-        or (os.cpu_count() or 1) < 2
-    ):
-        print("Sweeps are not measured: that needs papermill, joblib and two cores.")
-        return None
-    values = [
-        word
-        for name, listed in GRID.items()
-        for word in ("--set", f"{name}={','.join(map(str, listed))}")
-    ]
-    sweep = executing("-m", "amp_utils.course", "sweep", "12", *values, "--jobs", "2", "--out")
-    return sweep, executing("-c", LOOP, "notebooks/12_checkerboard_cnn.ipynb")
+def imports(bench: Bench) -> list[Result]:
+    runs = [command_line("-c", f"import torch; {more}") for more in (INSTRUMENTS, "")]
+    return bench.pair("import a lesson's modules / torch alone", *runs, bar=1.1, patience=30)
 
 
-def recorded(run: Run) -> Run:
-    """The same steps under the ledger."""
-
-    def with_ledger() -> None:
-        with ledger.record():
-            run()
-
-    return with_ledger
+def steps(bench: Bench) -> list[Result]:
+    net = bench.perceptron(bench.fast, *bench.size)
+    return bench.growth("steps", {count: bench.taught(net, count) for count in (4, 8, 16)})
 
 
-def measure(device: torch.device, repeats: int) -> list[Result]:
-    """Run all benchmarks; every pair is timed in turn, a b a b …"""
-
-    def pair(
-        name: str, a: Run, b: Run, bar: float | None = None, times: int = repeats, warmup: int = 2
-    ) -> Result:
-        taken = compare({"a": a, "b": b}, repeats=times, warmup=warmup, device=device)
-        return Result(name, *ratio(taken["a"], taken["b"]), bar)
-
-    def scaler(enabled: bool) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(device.type, enabled=enabled)
-
-    low, fp32 = torch.bfloat16 if device.type == "cpu" else torch.float16, torch.float32
-    # The same network with and without an instrument: only the instrument differs.
-    steps = recipe_steps(device, low)
-    step, watched = partial(steps, scaler(True)), partial(steps, FlightRecorder(scaler(True)))
-    results = [
-        pair(
-            "recipe: fp32 / low precision", partial(recipe_steps(device, fp32), scaler(False)), step
-        ),
-        pair(
-            "checkerboard: fp32 / low precision",
-            checkerboard_step(device, fp32),
-            checkerboard_step(device, low),
-        ),
-        # Bars of 2 and 5% are finer than the noise of so few repeats.
-        pair("lesson 10's loop / the same loop bare", *lesson_loop(device), 1.02, 10 * repeats),
-        pair("flight recorder / bare step", watched, step, 1.05, 5 * repeats),
-        pair("ledger / bare step", recorded(step), step),
-        pair(
-            "import amp_utils / import torch",
-            importing("torch, amp_utils"),
-            importing("torch"),
-            1.1,
-        ),
-    ]
-    if swept := sweep_and_loop():
-        results.append(
-            pair("sweep with 2 jobs / papermill loop", *swept, 0.666, min(3, repeats), warmup=0)
-        )
-    return results
+def pixels(bench: Bench) -> list[Result]:
+    sides = (32, 64, 128) if bench.on_cpu else (256, 512, 1024)
+    return bench.growth("pixels", {s**2: bench.painter(torch.float32, s).train for s in sides})
 
 
-@click.command(help="Measure speed-ups and the cost of the instruments, as ratios.")
+def sweep_of(root: Path, grid: Mapping[str, Sequence]) -> Run:
+    """Sweep lesson 12 over a grid, with two jobs."""
+    values = [f"--set={name}={','.join(map(str, listed))}" for name, listed in grid.items()]
+    options = "--root", str(root), "sweep", "12", *values, "--jobs", "2", "--out"
+    return command_line("-m", "amp_utils.course", *options)
+
+
+def sweep(bench: Bench) -> list[Result]:
+    how = {"bar": 0.666, "wall": True, "warmup": 0, "patience": 40}
+    runs = sweep_of(ROOT, GRID), command_line("-c", LOOP)
+    return bench.pair("sweep with 2 jobs / papermill loop", *runs, **how)
+
+
+def points(bench: Bench) -> list[Result]:
+    """Sweeps of a lesson without work: only the sweep itself takes time."""
+    cell = {"cell_type": "code", "source": "n: int = 0  # point", "outputs": [], "id": "n"}
+    cell |= {"execution_count": None, "metadata": {"tags": ["parameters"]}}
+    lesson = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    with TemporaryDirectory() as root:
+        path = Path(root, "notebooks", "12_checkerboard_cnn.ipynb")
+        path.parent.mkdir()
+        path.write_text(json.dumps(lesson))
+        runs = {count: sweep_of(Path(root), {"n": range(count)}) for count in (2, 4, 8)}
+        return bench.growth("points of a sweep", runs, wall=True, warmup=0)
+
+
+BENCHMARKS = recipe, large, checkerboard, loop, recorder, ledger, imports, steps, pixels
+SWEEPS = sweep, points
+PAIRS = {pair.__name__: pair for pair in BENCHMARKS + SWEEPS}
+
+
+@click.command(help=f"Measure gains and overheads as ratios: all, or some of {', '.join(PAIRS)}.")
+@click.argument("pairs", nargs=-1, metavar="[PAIR]...")
 @click.option("--device", default="auto", help="auto, cpu or cuda")
-@click.option("--repeats", type=int, default=21, help="how often each of a pair is run")
+@click.option("--repeats", type=int, default=21, help="how often each run is timed, at most")
 @click.pass_obj
-def command(root: Path, device: str, repeats: int) -> int:
+def command(root: Path, pairs: Sequence[str], device: str, repeats: int) -> int:
     device = choose_device(device)
-    validate({"repeats": repeats}, repeats=whole(1))
-    results = measure(device, repeats)
-    print(f"{'benchmark':<40}{'ratio':>8}{'spread':>8}{'bar':>8}")
-    for r in results:
-        print(f"{r.name:<40}{r.ratio:8.3f}{r.spread:8.3f}{r.bar or '':>8}  {r.verdict}".rstrip())
-    about = {
-        "device": describe(device),
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
-    }
+    validate({"repeats": repeats}, repeats=whole(2))
+    if unknown := [pair for pair in pairs if pair not in PAIRS]:
+        raise CourseError(f"{unknown[0]!r} is not a benchmark: give {', '.join(PAIRS)}.", 2)
+    chosen = [PAIRS[name] for name in pairs or PAIRS]
+    if any(find_spec(name) is None for name in ("papermill", "joblib")) or os.cpu_count() < 2:
+        print("Sweeps are not measured: that needs papermill, joblib and two cores.")
+        chosen = [pair for pair in chosen if pair not in SWEEPS]
+    torch.set_num_threads(1)
+    bench, results = Bench(device, repeats), []
+    print(f"{'':<44}{'median':>8}{'95% interval':>16}{'bar':>8}{'n':>4}  clock")
+    for pair in chosen:
+        for result in pair(bench):
+            results.append(
+                asdict(result) | {"interval": result.interval, "verdict": result.verdict}
+            )
+            print(result, flush=True)
+    print(*bench.tables, sep="\n")
+    about = {"device": describe(device), "date": date.today().isoformat()}
+    about |= {"python": platform.python_version(), "torch": torch.__version__}
     path = root / "runs" / f"bench-{device.type}.json"
     path.parent.mkdir(exist_ok=True)
-    write_whole(path, json.dumps(about | {"results": [asdict(r) for r in results]}, indent=1))
-    return int(any(r.verdict == "broken" for r in results))
+    write_whole(path, json.dumps(about | {"results": results, "tables": bench.tables}, indent=1))
+    return int(any(result["verdict"] == "broken" for result in results))

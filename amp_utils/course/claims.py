@@ -1,37 +1,32 @@
 """The ledger of claims: what the sources say beside what the lessons measured.
 
-python -m amp_utils.course claims           run every lesson that settles a claim, then write notebooks/claims.md and .html
-python -m amp_utils.course claims --saved   write them from the outputs that are saved in notebooks/
+notebooks/claims.toml says what is claimed and how to measure it; notebooks/measured.json keeps each
+value with the machine, torch version and date of its own measurement. claims.md and claims.html are
+rendered from these two.
 """
 
-import html
+import ast
+import json
+import logging
 import math
-import re
-import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-import nbformat
 import torch
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-from amp_utils import lesson
-from amp_utils.course import run
-from amp_utils.course import write_whole as write
+from amp_utils.course import CourseError, html, notebook, write_whole
 from amp_utils.device import choose_device, describe
 
-VERDICTS = {
-    "reproduced": None,
-    "not true": "truth",
-    "depends on hardware": "depends_on",
-}  # and what each must add
-COMPARISONS = ("equal", "close", "at least", "at most")
-TAG = "claim:"
+SCHEMA = Path(__file__).parent / "templates" / "claims.schema.json"
+WORDS = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}  # JSON has no such numbers
+Measured = dict[str, dict[str, Any]]  # by claim: value, machine, torch and date
 
 
 @dataclass(frozen=True)
@@ -44,228 +39,150 @@ class Claim:
     published: Any
     compare: str
     lesson: str
+    cell: str
+    measure: str
     verdict: str
-    tolerance: float | None = None  # relative
-    ours: bool = False  # the source gives no number: `published` is our bar
+    tolerance: float | None = None
+    ours: bool = False
     truth: str | None = None
     depends_on: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.compare not in COMPARISONS:
-            raise ValueError(
-                f"{self.id}: compare = {self.compare!r} is not allowed: give one of {COMPARISONS}."
-            )
-        if self.verdict not in VERDICTS:
-            raise ValueError(
-                f"{self.id}: verdict = {self.verdict!r} is not allowed: give one of {tuple(VERDICTS)}."
-            )
-        added = VERDICTS[self.verdict]
-        if added and not getattr(self, added):
-            raise ValueError(f'{self.id}: a verdict of {self.verdict!r} needs {added} = "…".')
-        if (self.compare == "close") != (self.tolerance is not None):
-            raise ValueError(
-                f"{self.id}: tolerance belongs to compare = 'close', and to nothing else."
-            )
-
-    def holds(self, measured: Any) -> bool:
-        """Whether `measured` stands to the published value as the claim says."""
+    def holds(self, value: Any) -> bool:
+        """Whether a measured value stands to the published one as the claim says."""
         if self.compare == "equal":
-            return type(measured) is type(self.published) and measured == self.published
-        if not isinstance(measured, int | float) or not math.isfinite(measured):
+            return type(value) is type(self.published) and value == self.published
+        if not isinstance(value, int | float) or not math.isfinite(value):
             return False
         if self.compare == "close":
-            return math.isclose(measured, self.published, rel_tol=self.tolerance)
-        return (
-            measured >= self.published if self.compare == "at least" else measured <= self.published
-        )
+            return math.isclose(value, self.published, rel_tol=self.tolerance)
+        return value >= self.published if self.compare == "at least" else value <= self.published
 
-    def contradiction(self, measured: Any) -> str | None:
-        """A sentence where the stated verdict cannot stand beside what was measured, else None."""
-        if measured is None:
+    def contradiction(self, value: Any) -> str | None:
+        """A sentence where the verdict cannot stand beside the measured value, else None."""
+        if value is None:
             return f"{self.id} was not measured."
-        if self.verdict == "depends on hardware" or self.holds(measured) == (
-            self.verdict == "reproduced"
-        ):
+        holds = self.holds(value)
+        if self.verdict == "depends on hardware" or holds == (self.verdict == "reproduced"):
             return None
-        holds = "holds" if self.holds(measured) else "does not hold"
-        return f"{self.id} is said to be {self.verdict!r}, but with {measured!r} the claim {holds}."
+        outcome = "holds" if holds else "does not hold"
+        return f"{self.id} is said to be {self.verdict!r}, but with {value!r} the claim {outcome}."
 
 
-def read(path: Path) -> tuple[dict[str, str], list[Claim]]:
-    """Sources and claims of a claims.toml. Raises ValueError, in a sentence, for an entry that is not complete."""
-    entries = tomllib.loads(path.read_text("utf-8"))
-    sources = entries.pop("sources", {})
-    claims = []
-    for name, fields in entries.items():
-        try:
-            claims.append(Claim(name, **fields))
-        except TypeError as error:
-            raise ValueError(f"{name}: {str(error).replace('Claim.__init__() ', '')}.") from error
-        if claims[-1].source not in sources:
-            raise ValueError(
-                f"{name}: source = {claims[-1].source!r} is not one of {', '.join(sources)}."
-            )
-    return sources, claims
+def read(notebooks: Path) -> tuple[dict[str, str], list[Claim], Measured]:
+    """Sources, claims and the values measured so far. Raises CourseError for a bad entry."""
+    import jsonschema
 
-
-def tagged(notebook: Mapping[str, Any]) -> dict[str, Mapping]:
-    """The cell that settles each claim, by id."""
-    return {
-        tag.removeprefix(TAG): cell
-        for cell in notebook["cells"]
-        for tag in cell["metadata"].get("tags", [])
-        if tag.startswith(TAG)
-    }
-
-
-def shown(value: Any) -> str:
-    """A value as the table shows it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return ", ".join(map(shown, value))
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def problems(claims: list[Claim], notebooks: Mapping[str, Mapping]) -> list[str]:
-    """What does not fit together, in sentences: claims, the cells that settle them, and what these measured.
-
-    `notebooks` are executed lessons (nbformat nodes) by name.
-    """
-    complaints = []
-    cells = {name: tagged(notebook) for name, notebook in notebooks.items()}
-    measured = {name: lesson.settled(notebook) for name, notebook in notebooks.items()}
-    known = {(claim.lesson, claim.id) for claim in claims}
+    entries = _parsed(notebooks / "claims.toml", tomllib.loads)
+    schema = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text("utf-8")))
+    for error in schema.iter_errors(entries):
+        raise CourseError(f"claims.toml, {error.json_path[2:]}: {error.message}.")
+    sources = entries.pop("sources")
+    claims = [Claim(name, **fields) for name, fields in entries.items()]
     for claim in claims:
-        cell = cells.get(claim.lesson, {}).get(claim.id)
-        if cell is None:
-            complaints.append(f"{claim.id} has no cell tagged {TAG}{claim.id} in {claim.lesson}.")
-        elif not re.search(rf"lesson\.settle\([^#]*\b{claim.id}=", cell["source"]):
-            complaints.append(
-                f"{claim.id}: its cell in {claim.lesson} does not call lesson.settle({claim.id}=…)."
-            )
-        elif wrong := claim.contradiction(measured[claim.lesson].get(claim.id)):
-            complaints.append(wrong)
-    for name in notebooks:
-        for stray in sorted({*cells[name], *measured[name]}):
-            if (name, stray) not in known:
-                complaints.append(f"{stray} is settled in {name} and is not in claims.toml.")
-    return complaints
+        if claim.source not in sources:
+            allowed = f"give one of {', '.join(sources)}"
+            raise CourseError(f"{claim.id}: source = {claim.source!r} is not allowed: {allowed}.")
+    values = notebooks / "measured.json"
+    return sources, claims, _parsed(values, json.loads) if values.exists() else {}
 
 
-def rows(claims: list[Claim], measured: Mapping[str, Any]) -> list[list[str]]:
-    """A row a claim: lesson, claim, source, published, measured, verdict."""
-    words = {"equal": "", "close": "about ", "at least": "at least ", "at most": "at most "}
-    table = []
-    for c in claims:
-        verdict = c.verdict
-        if c.verdict == "depends on hardware":
-            verdict += f" ({'holds' if c.holds(measured.get(c.id)) else 'does not hold'} here): {c.depends_on}"
-        elif c.verdict == "not true":
-            verdict += f": {c.truth}"
-        wrong = c.contradiction(measured.get(c.id))
-        published = ("our bar: " if c.ours else "") + words[c.compare] + shown(c.published)
-        here = shown(measured.get(c.id, "–"))
-        table.append(
-            [
-                c.lesson,
-                c.claim,
-                c.source,
-                published,
-                here,
-                f"CONTRADICTED: {wrong}" if wrong else verdict,
-            ]
-        )
-    return table
+def _parsed(path: Path, parse: Callable[[str], dict]) -> dict:
+    try:
+        return parse(path.read_text("utf-8"))
+    except ValueError as error:
+        raise CourseError(f"{path} is damaged: {error}.") from None
 
 
-HEAD = ["lesson", "claim", "source", "published", "measured here", "verdict"]
-
-
-def markdown(table: list[list[str]], about: str, sources: Mapping[str, str]) -> str:
-    """The table as Markdown, the lessons as links."""
-    lines = [
-        "# The ledger of claims",
-        "",
-        about,
-        "",
-        "| " + " | ".join(HEAD) + " |",
-        "| --- " * len(HEAD) + "|",
-    ]
-    for name, *cells in table:
-        cells = [cell.replace("|", "\\|") for cell in cells]
-        lines.append("| " + " | ".join([f"[{name.split('_')[0]}]({name}.ipynb)", *cells]) + " |")
-    lines += ["", "Sources:", ""] + [f"- *{key}*: {name}" for key, name in sources.items()]
-    return "\n".join(lines) + "\n"
-
-
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color: #222 }
-table { border-collapse: collapse } th, td { text-align: left; vertical-align: top; padding: .35rem .6rem }
-tr { border-bottom: 1px solid #ddd } th { position: sticky; top: 0; background: #fff }
-.not { background: #fdf0e6 } .depends { background: #eef4fa } .CONTRADICTED { background: #f6c6c6 }
-"""
-
-
-def page(table: list[list[str]], about: str, sources: Mapping[str, str]) -> str:
-    """The table as one HTML page that needs nothing else; rows coloured by verdict."""
-    head = "".join(f"<th>{name}</th>" for name in HEAD)
-    body = ""
-    for name, *cells in table:
-        kind = cells[-1].split()[0].strip(":")
-        cells = [f'<a href="{name}.ipynb">{name.split("_")[0]}</a>', *map(html.escape, cells)]
-        body += f'<tr class="{kind}">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n"
-    legend = "".join(
-        f"<li><em>{key}</em>: {html.escape(name)}</li>" for key, name in sources.items()
+def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list[str]]:
+    """Run a lesson and evaluate each claim right after its cell: values by id, and what failed."""
+    client = NotebookClient(
+        notebook.read(lesson),
+        resources={"metadata": {"path": str(lesson.parent)}},
+        extra_arguments=["--IPKernelApp.log_level=50"],  # no traceback after Ctrl-C
     )
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>The ledger of claims</title><style>{STYLE}</style></head>
-<body><h1>The ledger of claims</h1><p>{html.escape(about)}</p>
-<table><thead><tr>{head}</tr></thead><tbody>
-{body}</tbody></table>
-<h2>Sources</h2><ul>{legend}</ul></body></html>
-"""
+    tags = set().union(*map(notebook.tags, client.nb.cells))
+    missing = [claim for claim in claims if claim.cell not in tags]
+    failures = [f"{claim.id}: {lesson.stem} has no cell tagged {claim.cell}." for claim in missing]
+    values: dict[str, Any] = {}
+    try:
+        with client.setup_kernel():
+            for index, cell in enumerate(client.nb.cells):
+                client.execute_cell(cell, index)
+                for claim in claims:
+                    if claim.cell in notebook.tags(cell):
+                        try:
+                            values[claim.id] = _value(client, claim)
+                        except CourseError as error:
+                            failures.append(str(error))
+    except CellExecutionError as error:
+        failures.append(f"{lesson.stem} stopped: {error.ename}: {error.evalue}".splitlines()[0])
+    except DeadKernelError:
+        failures.append(f"{lesson.stem}: the kernel died, most often for lack of memory.")
+    return values, failures
 
 
-@click.command(
-    help="Measure every claim again and write the ledger: notebooks/claims.md and .html."
-)
-@click.option(
-    "--saved", is_flag=True, help="write it from the outputs that are saved in notebooks/"
-)
+def _value(client: NotebookClient, claim: Claim) -> Any:
+    prepare = "from amp_utils.course.claims import evaluate as _evaluate"
+    wanted = {claim.id: f"_evaluate(lambda raised: ({claim.measure}))"}
+    request = client.kc.execute(prepare, silent=True, user_expressions=wanted)
+    reply = client.wait_for_reply(request)["content"]["user_expressions"][claim.id]
+    if reply["status"] != "ok":
+        raise CourseError(f"{claim.id}: {reply['ename']}: {reply['evalue']}")
+    return json.loads(ast.literal_eval(reply["data"]["text/plain"]), parse_constant=WORDS.get)
+
+
+def evaluate(function: Callable[[Callable], Any]) -> str:
+    """A claim's value as JSON. Runs in the lesson's kernel and leaves its random numbers alone."""
+    with torch.random.fork_rng():
+        return json.dumps(function(_raised))
+
+
+def _raised(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except Exception as error:  # a claim may be about any error
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def publish(notebooks: Path, measured: Measured) -> list[str]:
+    """Write measured.json, claims.md and claims.html; returns what contradicts its verdict."""
+    sources, claims, _ = read(notebooks)
+    known = {claim.id: measured[claim.id] for claim in claims if claim.id in measured}
+    lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in known.items())
+    write_whole(notebooks / "measured.json", "{\n" + ",\n".join(lines) + "\n}\n")
+    origins = {name: (e["date"], f"torch {e['torch']}", e["machine"]) for name, e in known.items()}
+    runs = sorted(set(origins.values()))
+    rows, wrong = [], []
+    for claim in claims:
+        value = known[claim.id]["value"] if claim.id in known else None
+        rows.append((claim, value, runs.index(origins[claim.id]) + 1 if claim.id in known else "–"))
+        wrong += filter(None, [claim.contradiction(value)])
+    pages = {"claims.html": html.TEMPLATES, "claims.md": html.TEMPLATES.overlay(autoescape=False)}
+    for name, templates in pages.items():
+        text = templates.get_template(f"{name}.j2").render(claims=rows, runs=runs, sources=sources)
+        write_whole(notebooks / name, text.strip() + "\n")
+    return wrong
+
+
+@click.command(help="Measure the claims of LESSONs (all where none is given); write the ledger.")
+@click.argument("lessons", nargs=-1, metavar="[LESSON]...")
+@click.option("--render", is_flag=True, help="measure nothing: render the committed values again")
 @click.pass_obj
-def command(root: Path, saved: bool) -> int:
-    notebooks, runs = root / "notebooks", root / "runs"
-    sources, claims = read(notebooks / "claims.toml")
-    names = sorted({claim.lesson for claim in claims})
-    if not saved:
-        failed = run.run_all(
-            [notebooks / f"{n}.ipynb" for n in names],
-            partial(run.run_lesson, runs=runs, parameters={}),
-        )
-        if failed:
-            return 1
-    executed = {
-        name: nbformat.read((notebooks if saved else runs) / f"{name}.ipynb", 4) for name in names
-    }
-    measured = {
-        key: value
-        for notebook in executed.values()
-        for key, value in lesson.settled(notebook).items()
-    }
-    counts = {verdict: sum(claim.verdict == verdict for claim in claims) for verdict in VERDICTS}
-    summary = (
-        f"{len(claims)} claims: "
-        + ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-        + "."
-    )
-    machine = f"torch {torch.__version__}, {describe(choose_device())}"
-    about = f"{summary} Measured on {date.today()} with {machine}, by `make claims`."
-    table = rows(claims, measured)
-    write(notebooks / "claims.md", markdown(table, about, sources))
-    write(notebooks / "claims.html", page(table, about, sources))
-    print(f"{summary} See notebooks/claims.md and notebooks/claims.html.")
-    complaints = problems(claims, executed)
-    for sentence in complaints:
-        print(sentence, file=sys.stderr)
-    return 1 if complaints else 0
+def command(root: Path, lessons: tuple[str, ...], render: bool) -> int:
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of a cell that Ctrl-C ends
+    notebooks, failures = root / "notebooks", []
+    _, claims, measured = read(notebooks)
+    origin = {"machine": describe(choose_device()), "torch": torch.__version__}
+    for lesson in [] if render else notebook.choose(lessons, notebooks):
+        if here := [claim for claim in claims if claim.lesson == lesson.stem]:
+            values, failed = measure(lesson, here)
+            origin["date"] = date.today().isoformat()
+            measured |= {name: {"value": value, **origin} for name, value in values.items()}
+            publish(notebooks, measured)  # now, so that a later failure or Ctrl-C loses nothing
+            click.echo(f"{lesson.stem}: {len(values)} of {len(here)} claims measured")
+            failures += failed
+    failures += publish(notebooks, measured)
+    click.echo(f"{len(claims)} claims: see notebooks/claims.md and notebooks/claims.html.")
+    click.echo("\n".join(failures), err=True, nl=bool(failures))
+    return 1 if failures else 0

@@ -1,4 +1,4 @@
-"""A grid of a lesson's parameters: read from the console, checked before any work, a readable name for each point."""
+"""A grid of parameter values: read from the console, checked before any work, a name per point."""
 
 import contextlib
 import hashlib
@@ -10,44 +10,32 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import nbformat
-import papermill
-
-from amp_utils.course import CourseError
-from amp_utils.course.run import check_names, parse_value
+from amp_utils.course import CourseError, notebook
+from amp_utils.course.run import check_names, parameters_of, parse_value
 from amp_utils.lesson import ParameterError
 
 Parameters = dict[str, Any]
-Grid = dict[str, list[Any]]  # values by name of the parameter
-KINDS = {
-    "int": ([int], "whole numbers"),
-    "float": ([int, float], "numbers"),
-    "bool": ([bool], "true or false"),
-}
+Grid = dict[str, list[Any]]  # values by parameter
 
 
 def read(pairs: Sequence[str], lesson: Path) -> Grid:
     """The grid that `NAME=VALUE,VALUE` texts describe, in the lesson's own order of parameters.
 
-    Raises CourseError for what the lesson does not know, a value of another type, none at all, or one given twice.
+    Raises CourseError for an unknown parameter and a repeated value; `refusals` has the rest.
     """
-    known, grid = papermill.inspect_notebook(str(lesson)), {}
+    known, grid = parameters_of(lesson), {}
     for pair in pairs:
         name, _, listed = (part.strip() for part in pair.partition("="))
         texts = [text.strip() for text in listed.split(",")]
         if not name or not all(texts):
-            raise CourseError(
-                f"--set {pair!r} has an empty name or value: give NAME=VALUE,VALUE.", 2
-            )
+            problem = "has an empty name or value: give NAME=VALUE,VALUE"
+            raise CourseError(f"--set {pair!r} {problem}.", 2)
         if name in grid:
             raise CourseError(f"{name} is given twice: give all its values in one --set.", 2)
         kind = known.get(name, {}).get("inferred_type_name")
         values = grid[name] = texts if kind == "str" else [parse_value(text) for text in texts]
-        types, allowed = KINDS.get(kind, (None, None))
+        check_names({name: values[0]}, lesson)
         for position, value in enumerate(values):
-            check_names({name: value}, [lesson])
-            if types and type(value) not in types:
-                raise CourseError(f"{name} = {value!r} is not allowed: give {allowed}.", 2)
             if value in values[:position]:
                 raise CourseError(f"{name} = {value!r} is given twice: give each value once.", 2)
     if not grid:
@@ -56,49 +44,46 @@ def read(pairs: Sequence[str], lesson: Path) -> Grid:
 
 
 def points(grid: Grid) -> dict[str, Parameters]:
-    """The parameters of each point by its name; the last parameter varies fastest.
+    """Each point's parameters by its folder's name; the last parameter varies fastest.
 
-    >>> points({"precision": ["fp32", "bf16"], "width": [64]})
-    {'precision=fp32,width=64': {'precision': 'fp32', 'width': 64}, 'precision=bf16,width=64': \
-{'precision': 'bf16', 'width': 64}}
+    >>> list(points({"precision": ["fp32", "bf16"], "width": [64]}))
+    ['precision=fp32,width=64', 'precision=bf16,width=64']
     """
     found = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     return {folder_name(parameters): parameters for parameters in found}
 
 
 def folder_name(parameters: Mapping[str, Any]) -> str:
-    """The parameters as a folder's name. Where some file system would not like them, a checksum tells them apart.
+    """A name that tells the parameters apart on every file system, with a checksum where needed.
 
     >>> folder_name({"precision": "bf16", "lr": 0.001}), folder_name({"path": "../a"})
-    ('precision=bf16,lr=0.001', 'path=.._a-357e99f8')
+    ('precision=bf16,lr=0.001', 'path=.._a~c08fe364')
     """
-    said = ",".join(
-        f"{name}={json.dumps(value).strip(chr(34))}" for name, value in parameters.items()
+    texts = {name: v if isinstance(v, str) else json.dumps(v) for name, v in parameters.items()}
+    said = ",".join(f"{name}={text}" for name, text in texts.items())
+    readable = len(said) <= 100 and all(
+        re.fullmatch(r"[a-z0-9_]+=[a-z0-9_.+-]+", f"{name}={text}")
+        and type(parse_value(text)) is type(parameters[name])  # "1" is not 1
+        for name, text in texts.items()
     )
-    safe = re.sub(r"[^A-Za-z0-9_=,.+-]", "_", said)[:100]
-    return (
-        safe if safe == said.lower() else f"{safe}-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
-    )
+    if readable:
+        return said
+    checksum = hashlib.sha256(json.dumps(parameters).encode()).hexdigest()[:8]
+    return re.sub(r"[^A-Za-z0-9_=,.+-]", "_", said)[:100] + f"~{checksum}"
 
 
 def refusals(lesson: Path, points: Iterable[Parameters]) -> list[str]:
-    """The sentences with which the lesson itself refuses some of the points, in the cells before its work begins."""
-    cells = [
-        cell.source
-        for cell in nbformat.read(lesson, as_version=4).cells
-        if cell.cell_type == "code"
-    ]
+    """The sentences with which the lesson's own validation refuses some of the points."""
+    first, *rest = [cell.source for cell in notebook.cells(lesson) if cell.is_code]
     sentences = {}
     for parameters in points:
         namespace: dict[str, Any] = {}
-        with (
-            contextlib.suppress(Exception),
-            contextlib.redirect_stdout(io.StringIO()),
-        ):  # the run tells of other errors
+        # Other errors are the run's to tell.
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
             try:
-                exec(cells[0], namespace)
+                exec(first, namespace)
                 namespace |= parameters
-                for source in cells[1:]:
+                for source in rest:
                     if "validate(" not in source:
                         break
                     exec(source, namespace)

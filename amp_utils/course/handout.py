@@ -1,120 +1,85 @@
-"""The course as files to hand to a class: `python -m amp_utils.course handout` builds build/handout/ from notebooks/.
+"""The course as files to hand to a class, in build/handout/.
 
-students/   the lessons without solutions, and without outputs: a prediction is not answered before it is made
+students/   the lessons without solutions and without outputs, so that no prediction is given away
 solutions/  the lessons as they are
-pages/      each lesson as one HTML file that needs no network, solutions folded away
-index.html  links to them all
+pages/      each lesson as one HTML file that needs no network, its solutions folded away
+index.html  links to all of them
 """
 
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import click
 import nbformat
+from nbconvert.filters.markdown_mistune import MarkdownWithMath
+from nbconvert.preprocessors import ClearOutputPreprocessor, TagRemovePreprocessor
 from nbformat import NotebookNode
 
-from amp_utils.course import CourseError, notebook, outline, pages
+from amp_utils.course import CourseError, html, notebook, outline, pages, write_whole
 
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-INTRODUCTION = """# Mixed Precision, Hands On: handout
-
-| for | what | needs |
-| --- | --- | --- |
-| **students** | notebooks with exercises and their checks; no solutions, no outputs | the course's environment |
-| **solutions** | the same notebooks with solutions and outputs | the course's environment |
-| **page** | the lesson to read; solutions are folded away | a browser, no network |
-
-"""
+LINK = re.compile(r"\]\((?!\w+:)([^)\s#]+)")  # the relative path that a link or picture leads to
 
 
-class HandoutError(CourseError):
-    """A lesson cannot be handed out; the message is one sentence."""
+def for_students(lesson: NotebookNode) -> NotebookNode:
+    """A copy of a lesson without solutions and outputs; stubs, checks and hints stay."""
+    copy, _ = ClearOutputPreprocessor().preprocess(deepcopy(lesson), {})
+    copy, _ = TagRemovePreprocessor(remove_cell_tags={"solution"}).preprocess(copy, {})
+    return copy
 
 
-def for_students(notebook: NotebookNode) -> NotebookNode:
-    """A copy of a lesson without its solutions and without any output; stubs, checks and hints stay."""
-    lesson = nbformat.from_dict(notebook)
-    lesson.cells = [
-        cell for cell in lesson.cells if "solution" not in cell.metadata.get("tags", [])
-    ]
-    for cell in lesson.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-    return lesson
+def copy_linked(path: Path, lesson: NotebookNode, folder: Path) -> None:
+    """Copy linked files so that the lesson's relative links still work from `folder`.
 
-
-def linked_files(notebook: NotebookNode) -> Iterator[str]:
-    """What a lesson's text links to or shows, other than web pages and places in itself; anchors are cut off."""
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            for target in LINK.findall(re.sub(r"`[^`]*`", "", cell.source)):
-                if "://" not in target and not target.startswith(("#", "data:", "attachment:")):
-                    yield target.partition("#")[0]
-
-
-def copy_linked(path: Path, notebook: NotebookNode, folder: Path) -> None:
-    """Put each file that a lesson links to where the same link, taken from `folder`, finds it. Raises HandoutError."""
-    for target in linked_files(notebook):
+    Raises CourseError for a link to a file that does not exist or lies outside the course.
+    """
+    texts = (cell.source for cell in lesson.cells if cell.cell_type == "markdown")
+    for target in (link for text in texts for link in LINK.findall(re.sub(r"`[^`]*`", "", text))):
         source, copy = (path.parent / target).resolve(), (folder / target).resolve()
         if not source.is_file():
-            raise HandoutError(f"{path.name} links to {target}, which is not there.")
+            raise CourseError(f"{path.name} links to {target}, which does not exist.")
         if folder.parent.resolve() not in copy.parents:
-            raise HandoutError(
-                f"{path.name} links to {target}, which lies outside of what is handed out."
-            )
+            raise CourseError(f"{path.name} links to {target}, which lies outside the course.")
         if source.suffix != ".ipynb" and not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
 
 
+def as_html(url: str) -> str:
+    """A link to a lesson's notebook becomes one to its page.
+
+    >>> as_html("00_start_here.ipynb#The-course"), as_html("https://pytorch.org"), as_html("#Recap")
+    ('00_start_here.html#The-course', 'https://pytorch.org', '#Recap')
+    """
+    return url if "://" in url else re.sub(r"\.ipynb(?=#|$)", ".html", url)
+
+
 def write_lesson(path: Path, out: Path) -> outline.Card:
-    """Write one lesson's three files below `out`, and what they link to. Raises HandoutError."""
+    """Write a lesson's three files, and what they link to, below `out`. Raises CourseError."""
+    lesson, card = notebook.read(path), outline.card(path)
     try:
-        notebook = nbformat.read(path, 4)
-        card = outline.read_card(notebook.cells[0].source)
-        body = pages.cells(notebook, path.parent, pages.as_html)
-    except (nbformat.reader.NotJSONError, pages.PageError, ValueError) as error:
-        raise HandoutError(f"{path.name} cannot be handed out: {error}") from None
+        body = pages.cells(lesson, path.parent, as_html)
+    except CourseError as error:
+        raise CourseError(f"{path.name} cannot be handed out: {error}") from None
     files = {
-        f"students/{path.name}": nbformat.writes(for_students(notebook)) + "\n",
-        f"solutions/{path.name}": nbformat.writes(notebook) + "\n",
+        f"students/{path.name}": nbformat.writes(for_students(lesson)) + "\n",
+        f"solutions/{path.name}": nbformat.writes(lesson) + "\n",
         f"pages/{path.stem}.html": pages.page(card.title, body),
     }
     for name, text in files.items():
-        file = out / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text, "utf-8")
-        copy_linked(path, notebook, file.parent)
+        (out / name).parent.mkdir(exist_ok=True)
+        write_whole(out / name, text)
+        copy_linked(path, lesson, (out / name).parent)
     return card
 
 
-def index(cards: dict[str, outline.Card]) -> str:
-    """The page that links to every file; `cards` by the lesson's file name without its ending."""
-    lines = [
-        "| part | lesson | minutes | page | students | solutions |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for part, names in notebook.PARTS.items():
-        for name in filter(cards.get, names):
-            links = f"[read](pages/{name}.html) | [notebook](students/{name}.ipynb) | [notebook](solutions/{name}.ipynb)"
-            lines.append(
-                f"| {part} | **{cards[name].title}**<br>{cards[name].why} | {cards[name].minutes} | {links} |"
-            )
-            part = ""  # named once
-    text = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_markdown_cell(INTRODUCTION + "\n".join(lines), id="index")]
-    )
-    return pages.page("Mixed Precision, Hands On", pages.cells(text, Path(), anchors=False))
-
-
 def build(notebooks: Path, out: Path) -> int:
-    """Build the handout of all written lessons beside `out`, then put it in its place. Returns how many there are.
+    """Build the handout of all written lessons into `out`; returns how many lessons there are.
 
-    A failed or interrupted build leaves the handout that was there. Raises HandoutError.
+    It takes the place of an older one only when it is complete. Raises CourseError.
     """
     lessons = notebook.lessons(notebooks)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -122,17 +87,23 @@ def build(notebooks: Path, out: Path) -> int:
         new, old = Path(beside, "new"), Path(beside, "old")
         new.mkdir()
         cards = {path.stem: write_lesson(path, new) for path in lessons}
-        (new / "index.html").write_text(index(cards), "utf-8")
-        if out.exists():
-            os.rename(
-                out, old
-            )  # two renames, as no single one replaces a folder that holds something
-        os.rename(new, out)
+        markdown = MarkdownWithMath(pages.Renderer(Path(), str, anchors=False)).render
+        index = html.page("index.html.j2", parts=notebook.PARTS, cards=cards, markdown=markdown)
+        write_whole(new / "index.html", index)
+        try:  # no single call replaces a folder that is not empty
+            if out.exists():
+                out.rename(old)
+            new.rename(out)
+        finally:
+            if old.exists() and not out.exists():
+                old.rename(out)
     return len(lessons)
 
 
 @click.command(help="Build what a class gets into build/handout: notebooks and offline pages.")
 @click.pass_obj
 def command(root: Path) -> None:
-    number = build(root / "notebooks", root / "build" / "handout")
-    print(f"{number} lessons are in build/handout: open build/handout/index.html")
+    out = root / "build" / "handout"
+    number = build(root / "notebooks", out)
+    where = os.path.relpath(out)
+    print(f"{number} lessons are in {where}: open {where}/index.html")

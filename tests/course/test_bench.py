@@ -1,4 +1,4 @@
-"""The benchmarks measure pairs in turn, keep their bars, and need no Jupyter."""
+"""The benchmarks tell kept from broken from unknown, measure what they name, need no Jupyter."""
 
 import json
 import subprocess
@@ -6,71 +6,224 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
-from amp_utils.course import bench
+from amp_utils import timing
+from amp_utils.course import CourseError, bench, step
+
+
+@pytest.fixture
+def call(tmp_path):
+    """Run the command with a root of its own; its exit status."""
+    return lambda *arguments: bench.command.main(
+        list(arguments), obj=tmp_path, standalone_mode=False
+    )
+
+
+@pytest.fixture
+def cpu():
+    return bench.Bench(torch.device("cpu"), repeats=2)
+
+
+STRADDLING = [1.0, 1.2] * 20
 
 
 @pytest.mark.parametrize(
-    ("ratio", "bar", "verdict"), [(1.2, None, ""), (1.05, 1.05, "kept"), (1.06, 1.05, "broken")]
-)
-def test_a_bar_is_kept_or_broken(ratio, bar, verdict):
-    assert bench.Result("x", ratio, 0.0, bar).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("values", "limits", "verdict"),
     [
-        (["--device", "tpu"], "device = 'tpu' is not allowed"),
-        (["--repeats", "0"], "repeats = 0 is not allowed: give a whole number from 1 on."),
+        ([1.02] * 20, {"bar": 1.05}, "kept"),
+        ([1.05] * 20, {"bar": 1.05}, "kept"),
+        ([1.06] * 20, {"bar": 1.05}, "broken"),
+        (STRADDLING, {"bar": 1.1}, "cannot tell"),
+        ([1.0] * 19 + [9.0], {"bar": 1.05}, "kept"),
+        ([0.95] * 20, {"bar": 1.1, "floor": 0.9}, "kept"),
+        ([0.8] * 20, {"bar": 1.1, "floor": 0.9}, "broken"),
+        ([0.8, 1.0] * 20, {"bar": 1.1, "floor": 0.9}, "cannot tell"),
+        (STRADDLING, {}, ""),
     ],
 )
-def test_a_wrong_argument_is_one_sentence(arguments, sentence, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-    assert bench.main() == 2
-    assert capsys.readouterr().err.startswith(sentence)
+def test_a_verdict_is_that_of_the_whole_interval(values, limits, verdict):
+    assert bench.Result("a / b", values, **limits).verdict == verdict
 
 
-def test_results_are_printed_and_written(monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["bench", "--device", "cpu"])
-    monkeypatch.setattr(
-        bench, "measure", lambda device, repeats: [bench.Result("a / b", 1.5, 0.1, 1.2)]
-    )
-    assert bench.main() == 1, "a broken bar is told by the exit status"
-    assert "1.500" in capsys.readouterr().out
+@pytest.mark.parametrize(("values", "status"), [([1.0], 0), ([1.0, 1.2], 0), ([1.2], 1)])
+def test_only_a_broken_bar_fails(values, status, call, monkeypatch, tmp_path, capsys):
+    result = bench.Result("a / b", values * 10, "CPU", bar=1.1)
+    monkeypatch.setattr(bench, "PAIRS", {"good": lambda _: [bench.Result("c / d", [0.5])]})
+    monkeypatch.setitem(bench.PAIRS, "other", lambda _: [result])
+    assert call("other", "--device", "cpu") == status
+    header, row, *_ = capsys.readouterr().out.splitlines()
+    assert row.split()[-1] == result.verdict.split()[-1] and "CPU" in row
+    assert row.index("CPU") == header.index("clock")
     written = json.loads((tmp_path / "runs" / "bench-cpu.json").read_text())
-    assert written["torch"] == torch.__version__ and written["results"][0]["ratio"] == 1.5
+    assert written["torch"] == torch.__version__ and written["device"] and written["date"]
+    (kept,) = written["results"]
+    assert tuple(kept["interval"]) == result.interval and kept["clock"] == "CPU"
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["bench-cpu.json"]
 
 
-def test_training_steps_really_train():
-    for steps in (
-        bench.checkerboard_step(torch.device("cpu"), torch.bfloat16, steps=1),
-        lambda: bench.recipe_steps(torch.device("cpu"), torch.float32, 1)(
-            torch.amp.GradScaler("cpu")
-        ),
+def test_the_clock_with_the_narrower_interval_counts(cpu):
+    noisy, steady = (1.0, 2.0, 4.0), (1.0, 1.0, 1.0)
+    for taken, clock in (
+        (timing.Timing(noisy, steady), "CPU"),
+        (timing.Timing(steady, noisy), "wall"),
     ):
-        steps()
+        result = cpu.result("a / b", lambda a, b: a / b, [taken, timing.Timing(steady, steady)])
+        assert result.clock == clock and list(result.values) == [1, 1, 1]
+    gpu = bench.Bench(torch.device("cuda"), 2)
+    assert gpu.result("a", float, [timing.Timing(noisy, steady)]).clock == "wall"
+    assert cpu.result("a", float, [timing.Timing(noisy, steady)], wall=True).clock == "wall"
 
 
-def test_the_lessons_loop_is_measured_on_real_training():
-    taught, bare = bench.lesson_loop(torch.device("cpu"), steps=2)
-    before = taught.args[1][0].weight.detach().clone()
-    assert len(taught()) == 2, "lesson 10's train returns a loss a step"
-    assert not torch.equal(before, taught.args[1][0].weight)
-    bare()
+def test_what_is_wrong_is_one_sentence(call, tmp_path):
+    with pytest.raises(CourseError, match="'speed' is not a benchmark: give recipe, large, .*poin"):
+        call("recipe", "speed")
+    with pytest.raises(ValueError, match="^device = 'tpu' is not allowed"):
+        call("--device", "tpu")
+    with pytest.raises(ValueError, match="^repeats = 1 is not allowed"):
+        call("--repeats", "1")
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("missing", ["papermill", "joblib"])
-def test_sweeps_are_left_out_where_they_cannot_run(missing, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "find_spec", lambda name: None if name == missing else object())
-    assert bench.sweep_and_loop() is None
-    assert (
-        capsys.readouterr().out
-        == "Sweeps are not measured: that needs papermill, joblib and two cores.\n"
+def test_the_exponent_is_that_of_a_power_law():
+    sizes = 10, 30, 70
+    for power in (0.5, 1.0, 1.7):
+        assert bench.exponent(sizes, *(3 * s**power for s in sizes)) == pytest.approx(power)
+
+
+def test_growth_runs_every_size(cpu, monkeypatch):
+    monkeypatch.setattr(
+        bench,
+        "compare",
+        lambda runs, *_: {n: timing.Timing((run(),), (run(),)) for n, run in runs.items()},
     )
+    (result,) = cpu.growth("things", {size: lambda size=size: 5.0 * size**2 for size in (2, 4, 8)})
+    assert result.values == [pytest.approx(2.0)] and result.bar == 1.1
+    assert result.verdict == "broken"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "counts"),
+    [
+        # addmm forward; a product for each weight and for each layer's input but the first.
+        (torch.float32, [8, 0, 6]),
+        # Down: 3 weights, 3 biases, the input, the output's gradient. Up: the output, 6 gradients.
+        (torch.bfloat16, [8, 8 + 7, 6]),
+    ],
+)
+def test_the_parts_are_the_kernels_of_a_real_step(dtype, counts, cpu):
+    steps = cpu.perceptron(dtype, 8, 4)
+    products, casts, pointwise, optimizer = (run.args[0] for run in steps.parts())
+    assert [len(products), len(casts), len(optimizer)] == counts
+    names = {call.func.overloadpacket.__name__ for call in pointwise}
+    assert {"relu", "threshold_backward", "mse_loss", "mse_loss_backward", "sum"} <= names
+    (out, x, weight) = products[0].args
+    assert x.dtype == dtype and torch.equal(products[0](), torch.addmm(out, x, weight))
+    for call in optimizer:
+        assert call.args[0].dtype == torch.float32, "weights and their update stay in float32"
+
+
+def test_the_parts_predict_the_gain():
+    fp32, low = (12.0, 6.0, 0.0, 4.0, 2.0), (6.0, 1.0, 1.0, 2.0, 2.0)
+    assert step.gain_by_parts(*fp32, *low) == pytest.approx((12 / 6) / (12 / 6))
+    unexplained = (12.0, *low[1:])  # as long as in float32, though its parts take half of it
+    assert step.gain_by_parts(*fp32, *unexplained) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("gain", "end"), [(1.02, "+2.0%, within 10%."), (0.85, "-15.0%, not within 10%.")]
+)
+def test_the_table_says_whether_the_parts_explain_the_step(gain, end):
+    text = step.table("recipe", (12.0, 6.0, 0.0, 4.0, 2.0, 6.0, 1.0, 1.0, 2.0, 2.0), gain)
+    lines = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
+    assert lines["products"] == ["6000.00", "1000.00", "6.000"]
+    assert lines["casts"] == ["0.00", "1000.00"]
+    assert lines["sum of the parts"] == ["12000.00", "6000.00", "2.000"]
+    assert text.endswith(end)
+
+
+def test_a_recipe_gives_its_gain_that_of_its_products_and_its_parts(cpu):
+    step_gain, products, explained = bench.recipe(cpu, 8, 4)
+    assert (explained.bar, explained.floor) == (1.1, 0.9) and step_gain.bar is None
+    assert all(value > 0 for value in (*step_gain.values, *products.values))
+    assert cpu.tables[0].startswith("\nrecipe 8/4")
+
+
+def test_the_lessons_loop_is_measured_on_real_training(cpu):
+    steps = cpu.perceptron(torch.float32, 8, 4)
+    before = steps.net[0].weight.detach().clone()
+    assert len(cpu.taught(steps, 3)()) == 3, "lesson 10's train returns a loss a step"
+    assert not torch.equal(before, steps.net[0].weight)
+
+
+def test_the_checkerboard_learns(cpu):
+    steps = cpu.painter(torch.bfloat16, 8)
+    assert steps.targets.shape == steps.net(steps.inputs).shape
+    before = nn.functional.mse_loss(steps.net(steps.inputs), steps.targets).item()
+    steps.train(60)
+    assert nn.functional.mse_loss(steps.net(steps.inputs), steps.targets).item() < 0.7 * before
+
+
+def test_what_a_lesson_imports_is_imported_without_matplotlib():
+    code = f"import sys, torch; {bench.INSTRUMENTS}; print(*sys.modules)"
+    loaded = subprocess.check_output(
+        [sys.executable, "-c", code], text=True, cwd=bench.ROOT
+    ).split()
+    names = "formats ledger gradients scaler timing device lesson".split()
+    assert {f"amp_utils.{name}" for name in names} <= set(loaded)
+    assert not {"matplotlib", "IPython"} & set(loaded)
 
 
 def test_the_benchmarks_import_neither_jupyter_nor_matplotlib():
-    code = "import sys, amp_utils.course.bench; print([m for m in ('IPython', 'matplotlib', 'rich') if m in sys.modules])"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+    code = "import sys, amp_utils.course.bench; print(*sys.modules)"
+    loaded = subprocess.check_output(
+        [sys.executable, "-c", code], text=True, cwd=bench.ROOT
+    ).split()
+    assert not {"IPython", "nbformat", "matplotlib", "papermill", "joblib"} & set(loaded)
+
+
+@pytest.mark.parametrize("missing", ["papermill", "joblib"])
+def test_sweeps_are_left_out_where_they_cannot_run(missing, call, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "find_spec", lambda name: None if name == missing else object())
+    assert call("sweep", "points", "--device", "cpu") == 0
+    sentence = "Sweeps are not measured: that needs papermill, joblib and two cores."
+    assert capsys.readouterr().out.startswith(sentence)
+
+
+def test_a_command_that_fails_is_a_sentence():
+    with pytest.raises(CourseError, match="failed: .*ZeroDivisionError"):
+        bench.command_line("-c", "1 / 0")()
+
+
+def test_a_pair_runs_from_end_to_end(call, capsys):
+    assert call("pixels", "--device", "cpu", "--repeats", "2") in (0, 1)
+    assert "exponent of pixels (1024, 4096, 16384)" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_the_sweep_and_the_loop_run_the_same_grid(monkeypatch, tmp_path):
+    kept = []
+    monkeypatch.setattr(bench, "TemporaryDirectory", lambda: Kept(tmp_path, kept))
+    small = bench.GRID | {"seed": [0], "steps": [2]}
+    bench.sweep_of(bench.ROOT, small)()
+    bench.command_line(
+        "-c", bench.LOOP.replace(str([*bench.GRID.values()]), str([*small.values()]))
+    )()
+    for folder in kept:
+        found = [path for path in folder.rglob("*.ipynb") if not path.name.startswith(".")]
+        assert len(found) == 2
+
+
+class Kept:
+    """A temporary directory that stays, to be looked into."""
+
+    def __init__(self, root, kept):
+        self.folder = root / str(len(kept))
+        kept.append(self.folder)
+
+    def __enter__(self):
+        self.folder.mkdir()
+        return str(self.folder)
+
+    def __exit__(self, *_):
+        return None

@@ -1,52 +1,257 @@
-"""Every claim of the sources has a cell that settles it, and no verdict contradicts what was measured."""
+"""Every claim can be measured where it is shown, keeps its own date, and fits its verdict."""
 
-import copy
+import builtins
+import json
+import shutil
+import symtable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_notebook
 
-from amp_utils.course import claims
+from amp_utils.course import CourseError, claims, notebook
+from amp_utils.course.__main__ import main
 from amp_utils.course.claims import Claim
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-SOURCES, CLAIMS = claims.read(NOTEBOOKS / "claims.toml")
-LESSONS = {path.stem: nbformat.read(path, 4) for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
+SOURCES, CLAIMS, MEASURED = claims.read(NOTEBOOKS)
+LESSONS = {path.stem: notebook.cells(path) for path in notebook.lessons(NOTEBOOKS)}
+LEDGER = ("measured.json", "claims.md", "claims.html")
+
+ENTRY = {
+    "source": "paper",
+    "claim": "It is 8.",
+    "published": 8,
+    "compare": "equal",
+    "lesson": "01_float_formats",
+    "cell": "claim:eight",
+    "measure": "x",
+    "verdict": "reproduced",
+}
+OLD = {"machine": "an old machine", "torch": "2.0", "date": "1999-12-31"}
 
 
-def test_claims_cells_and_measured_values_fit_together():
-    assert claims.problems(CLAIMS, LESSONS) == []
+def claim(**changes) -> Claim:
+    return Claim("eight", **{**ENTRY, **changes})
 
 
-def test_there_are_at_least_sixty_from_every_source():
-    assert len(CLAIMS) >= 60
-    assert {claim.source for claim in CLAIMS} == set(SOURCES)
-    assert {claim.verdict for claim in CLAIMS} == set(claims.VERDICTS)
+def toml(entries: dict[str, dict]) -> str:
+    """A claims.toml with one source; JSON's values are TOML's too."""
+    tables = ['[sources]\npaper = "A paper"']
+    for name, fields in entries.items():
+        lines = [f"{key} = {json.dumps(value)}" for key, value in fields.items()]
+        tables.append("\n".join([f"[{name}]", *lines]))
+    return "\n\n".join(tables)
 
 
-def stripped(text: str) -> list[str]:
-    """The rows of the ledger without what differs by machine."""
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| [")]
-    return [
-        " | ".join([*row[:4], row[5].replace("does not hold here", "holds here")]) for row in rows
-    ]
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """A course of two lessons that stop at their last cell; `course(entries)` writes its claims.
+
+    The current folder is another one.
+    """
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    sources = {"import torch\nx = 8": "claim:eight", "x += 1": "claim:nine", "x / 0": "claim:end"}
+    cells = [new_code_cell(code, metadata={"tags": [tag]}) for code, tag in sources.items()]
+    for lesson in ("01_float_formats", "02_numerical_stability"):
+        nbformat.write(new_notebook(cells=cells), tmp_path / "notebooks" / f"{lesson}.ipynb")
+
+    def write(entries: dict[str, dict], measured: dict | None = None) -> Path:
+        (tmp_path / "notebooks" / "claims.toml").write_text(toml(entries))
+        if measured is not None:
+            (tmp_path / "notebooks" / "measured.json").write_text(json.dumps(measured))
+        return tmp_path
+
+    return write
 
 
-def test_the_committed_ledger_is_of_these_claims():
-    """Its measured values may be another machine's: `make claims` writes them."""
-    measured = {
-        key: value for nb in LESSONS.values() for key, value in claims.lesson.settled(nb).items()
+def stored(root: Path) -> dict:
+    return json.loads((root / "notebooks" / "measured.json").read_text())
+
+
+# The claims of this course
+
+
+def faults(given: list[Claim], lessons: dict[str, list[notebook.Cell]]) -> list[str]:
+    """What keeps claims from being measured, found without running a lesson."""
+    found = []
+    for c in given:
+        code = [cell for cell in lessons.get(c.lesson, []) if cell.is_code]
+        places = [i for i, cell in enumerate(code) if c.cell in cell.tags]
+        try:
+            wanted = symtable.symtable(f"lambda raised: ({c.measure})", c.id, "eval")
+        except SyntaxError:
+            found.append(f"{c.id}: measure is not an expression: {c.measure}")
+            continue
+        if len(places) != 1:
+            found.append(f"{c.id}: {len(places)} code cells of {c.lesson} are tagged {c.cell}")
+            continue
+        before = "\n".join(cell.source for cell in code[: places[0] + 1])
+        defined = {s.get_name() for s in symtable.symtable(before, c.lesson, "exec").get_symbols()}
+        for name in sorted(global_names(wanted) - defined - vars(builtins).keys()):
+            found.append(f"{c.id}: {name} is not defined in {c.lesson} by {c.cell}")
+    used = {(c.lesson, c.cell) for c in given}
+    for name, cells in lessons.items():
+        tags = {tag for cell in cells for tag in cell.tags if tag.startswith("claim")}
+        found += [f"{tag} in {name} has no claim" for tag in tags if (name, tag) not in used]
+    return found
+
+
+def global_names(table: symtable.SymbolTable) -> set[str]:
+    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+    return own.union(*map(global_names, table.get_children()))
+
+
+def test_every_claim_can_be_measured_where_it_is_shown():
+    assert faults(CLAIMS, LESSONS) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"measure": "x +"}, "eight: measure is not an expression"),
+        ({"measure": "[x for _ in range(z)]"}, "eight: z is not defined"),
+        ({"measure": "later"}, "eight: later is not defined"),
+        ({"cell": "claim:nine"}, "eight: 0 code cells"),
+        ({"lesson": "03_autocast_dtypes"}, "eight: 0 code cells"),
+        ({"cell": "claim:twice"}, "eight: 2 code cells"),
+    ],
+)
+def test_a_claim_that_cannot_be_measured_is_found(change, fault):
+    sources = {"x = 8": "claim:eight", "later = 1": "claim:twice", "z = 1": "claim:twice"}
+    cells = [notebook.Cell(True, code, frozenset({tag})) for code, tag in sources.items()]
+    lessons = {"01_float_formats": cells}
+    strays = ["claim:twice in 01_float_formats has no claim"]
+    assert faults([claim()], lessons) == strays
+    assert any(line.startswith(fault) for line in faults([claim(**change)], lessons))
+
+
+def test_every_value_is_committed_with_its_origin_and_fits_its_verdict():
+    assert list(MEASURED) == [c.id for c in CLAIMS]
+    assert all(entry.keys() == {"value", *OLD} for entry in MEASURED.values())
+    wrong = [c.contradiction(MEASURED[c.id]["value"]) for c in CLAIMS]
+    assert [sentence for sentence in wrong if sentence] == []
+
+
+def test_there_are_claims_of_every_source_and_verdict():
+    assert {c.source for c in CLAIMS} == set(SOURCES)
+    assert {c.verdict for c in CLAIMS} == {"reproduced", "not true", "depends on hardware"}
+
+
+def test_no_lesson_holds_a_trace_of_a_claim_but_a_tag():
+    for path in notebook.lessons(NOTEBOOKS):
+        for cell in notebook.read(path).cells:
+            assert "settle(" not in cell.source, path.stem
+            assert "claim settled" not in str(cell.get("outputs")), path.stem
+
+
+def test_the_committed_ledger_is_rendered_from_the_committed_values(tmp_path):
+    shutil.copytree(NOTEBOOKS, tmp_path / "notebooks")
+    assert main(["--root", str(tmp_path), "claims", "--render"]) == 0
+    for name in LEDGER:
+        committed = (NOTEBOOKS / name).read_text("utf-8")
+        assert (tmp_path / "notebooks" / name).read_text("utf-8") == committed, f"{name} is stale"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lesson", sorted({c.lesson for c in CLAIMS}))
+def test_measured_again_every_claim_fits_its_verdict(lesson):
+    here = [c for c in CLAIMS if c.lesson == lesson]
+    values, failures = claims.measure(NOTEBOOKS / f"{lesson}.ipynb", here)
+    wrong = [c.contradiction(values[c.id]) for c in here if c.id in values]
+    assert failures + [sentence for sentence in wrong if sentence] == []
+
+
+# Measuring and rendering
+
+
+def test_expressions_are_evaluated_after_their_cells(course, capsys):
+    expressions = {
+        "eight": "x",
+        "infinite": "[float('inf'), torch.tensor(2.0).item()]",
+        "refused": "raised(lambda: x.nothing)",
+        "quiet": "raised(lambda: x)",
+        "unfit": "torch.ones(1)",
+        "unknown": "nothing",
+        "broken": "x +",
+        "false": "x + 1",
     }
-    fresh = claims.markdown(claims.rows(CLAIMS, measured), "", SOURCES)
-    committed = (NOTEBOOKS / "claims.md").read_text("utf-8")
-    assert stripped(committed) == stripped(fresh), (
-        "run make claims, or python -m amp_utils.course claims --saved"
-    )
-    assert "claims.md" in (NOTEBOOKS.parent / "README.md").read_text("utf-8")
-    page = (NOTEBOOKS / "claims.html").read_text("utf-8")
-    assert page.count("<tr class=") == len(CLAIMS) and "CONTRADICTED:" not in page
+    entries = {name: {**ENTRY, "measure": measure} for name, measure in expressions.items()}
+    entries["nine"] = {**ENTRY, "cell": "claim:nine", "published": 9}
+    entries["last"] = {**ENTRY, "cell": "claim:end"}
+    entries["missing"] = {**ENTRY, "cell": "claim:none"}
+    root = course(entries, {"unknown": {"value": 8, **OLD}})
+    assert main(["--root", str(root), "claims", "01"]) == 1
+
+    values = {name: entry["value"] for name, entry in stored(root).items()}
+    assert values["eight"] == 8 and values["nine"] == 9 and values["infinite"] == ["inf", 2.0]
+    assert values["refused"] == "AttributeError: 'int' object has no attribute 'nothing'"
+    assert values["quiet"] == ""
+    assert stored(root)["unknown"] == {"value": 8, **OLD}, "a failed measurement loses nothing"
+    assert stored(root)["eight"]["date"] != OLD["date"]
+    sentences = capsys.readouterr().err
+    for sentence in (
+        "01_float_formats stopped: ZeroDivisionError: division by zero",
+        "last was not measured.",
+        "missing: 01_float_formats has no cell tagged claim:none.",
+        "unfit: TypeError: Object of type Tensor is not JSON serializable",
+        "unknown: NameError: name 'nothing' is not defined",
+        "broken: SyntaxError",
+        "false is said to be 'reproduced', but with 9 the claim does not hold.",
+    ):
+        assert sentence in sentences
+    assert "Traceback" not in sentences
+
+
+def test_measuring_leaves_the_lessons_random_numbers_alone():
+    import torch
+
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    claims.evaluate(lambda raised: torch.rand(1).item())
+    assert torch.rand(1) == expected
+
+
+def test_only_what_was_measured_changes_its_value_and_date(course, monkeypatch):
+    second = {**ENTRY, "lesson": "02_numerical_stability"}
+    old = {name: {"value": 8, **OLD} for name in ("eight", "second", "forgotten")}
+    root = course({"eight": ENTRY, "second": second}, old)
+
+    def measure(lesson, _):
+        if lesson.stem.startswith("02"):
+            raise KeyboardInterrupt
+        return {"eight": 8}, []
+
+    monkeypatch.setattr(claims, "measure", measure)
+    assert main(["--root", str(root), "claims"]) == 130
+    assert stored(root)["eight"]["date"] > "2000" and stored(root)["second"] == old["second"]
+    assert "forgotten" not in stored(root), "values of claims that are gone go too"
+    assert "an old machine" in (root / "notebooks" / "claims.md").read_text()
+
+
+def test_rendering_changes_no_value_machine_or_date(course):
+    odd = {**ENTRY, "claim": "a < b | <i>c</i>"}
+    root = course({"eight": odd}, {"eight": {"value": 8, **OLD}})
+    assert main(["--root", str(root), "claims", "--render"]) == 0
+    assert stored(root) == {"eight": {"value": 8, **OLD}}
+    page, text = ((root / "notebooks" / f"claims.{kind}").read_text() for kind in ("html", "md"))
+    assert "1999-12-31, torch 2.0, an old machine" in page
+    assert "1. 1999-12-31, torch 2.0, an old machine" in text
+    assert "| a < b \\| <i>c</i> | paper | 8 | 8 | 1 | reproduced |" in text
+    assert "<td>a &lt; b | &lt;i&gt;c&lt;/i&gt;</td>" in page and "<i>c" not in page
+
+
+def test_a_falsified_value_is_contradicted(course, capsys):
+    root = course({"eight": ENTRY}, {"eight": {"value": 7, **OLD}})
+    assert main(["--root", str(root), "claims", "--render"]) == 1
+    sentence = "eight is said to be 'reproduced', but with 7 the claim does not hold.\n"
+    assert capsys.readouterr().err == sentence
+    assert 'class="CONTRADICTED"' in (root / "notebooks" / "claims.html").read_text()
 
 
 def test_the_page_is_well_formed_and_loads_nothing():
@@ -54,133 +259,72 @@ def test_the_page_is_well_formed_and_loads_nothing():
 
     class Reader(HTMLParser):
         def handle_starttag(self, tag, attributes):
-            loaded.extend(
-                value
-                for name, value in attributes
-                if name == "src" or (tag == "link" and name == "href")
-            )
-            if tag != "meta":
+            links = [value for name, value in attributes if name == "src" or tag == "link"]
+            loaded.extend(value for value in links if not value.startswith(("data:", "icon")))
+            if tag not in ("meta", "link"):
                 open_tags.append(tag)
 
         def handle_endtag(self, tag):
             assert open_tags.pop() == tag
 
-    Reader().feed(
-        claims.page([["01_x", "a < b & c", "s", "1", "2", "not true: d"]], "about", {"s": "A & B"})
-    )
+    Reader().feed((NOTEBOOKS / "claims.html").read_text("utf-8"))
     assert loaded == open_tags == []
 
 
-FIELDS = {
-    "source": "paper",
-    "claim": "It is 8.",
-    "published": 8,
-    "compare": "equal",
-    "lesson": "01_x",
-}
-
-
-def claim(**changes) -> Claim:
-    return Claim("eight", **{**FIELDS, "verdict": "reproduced", **changes})
-
-
-def settled(value, *, tag="claim:eight", source="lesson.settle(eight=x)"):
-    output = new_output(
-        "display_data", {"text/plain": ""}, metadata={"amp_utils_claims": {"eight": value}}
-    )
-    return {
-        "01_x": new_notebook(
-            cells=[new_code_cell(source, outputs=[output], metadata={"tags": [tag]})]
-        )
-    }
-
-
-def test_a_claim_that_is_settled_as_stated_is_fine():
-    assert claims.problems([claim()], settled(8)) == []
-    assert claims.problems([claim(verdict="not true", truth="It is 7.")], settled(7)) == []
-    hardware = claim(verdict="depends on hardware", depends_on="The chip.")
-    assert claims.problems([hardware], settled(7)) == claims.problems([hardware], settled(8)) == []
+# Comparisons, verdicts and refusals
 
 
 @pytest.mark.parametrize(
-    ("given", "notebooks", "complaint"),
+    ("changes", "good", "bad"),
     [
-        (
-            [claim()],
-            settled(7),
-            "eight is said to be 'reproduced', but with 7 the claim does not hold.",
-        ),
-        (
-            [claim(verdict="not true", truth="7")],
-            settled(8),
-            "said to be 'not true', but with 8 the claim holds.",
-        ),
-        ([claim()], settled(8, tag="other"), "eight has no cell tagged claim:eight in 01_x."),
-        ([claim()], settled(8, source="print(8)"), "does not call lesson.settle(eight=…)"),
-        ([claim(lesson="02_y")], settled(8), "eight has no cell tagged claim:eight in 02_y."),
-        ([], settled(8), "eight is settled in 01_x and is not in claims.toml."),
-        ([claim()], settled(None), "eight was not measured."),
+        ({"compare": "equal", "published": True}, [True], [False, 1, "True"]),
+        ({"compare": "equal", "published": [1.0, "nan"]}, [[1.0, "nan"]], [[1.0, "inf"]]),
+        ({"compare": "at least", "published": 2}, [2, 3.5], [1.9, "inf", None]),
+        ({"compare": "at most", "published": 0.05}, [0.0, 0.05], [0.06, "nan"]),
+        ({"compare": "close", "published": 100.0, "tolerance": 0.02}, [101.9, 98.1], [103.0]),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(given, notebooks, complaint):
-    assert any(complaint in sentence for sentence in claims.problems(given, notebooks))
-
-
-def test_a_changed_measurement_is_noticed():
-    """Not only in fixtures: change any one value in the real lessons, and the ledger complains."""
-    for number, known in enumerate(CLAIMS):
-        if known.verdict != "reproduced" or number % 10:
-            continue
-        lessons = copy.deepcopy(LESSONS)
-        for cell in lessons[known.lesson].cells:
-            for output in cell.get("outputs", []):
-                if known.id in (values := output.get("metadata", {}).get("amp_utils_claims", {})):
-                    values[known.id] = "something else"
-        assert [known.id] == [line.split()[0] for line in claims.problems(CLAIMS, lessons)]
-
-
-@pytest.mark.parametrize(
-    ("compare", "published", "good", "bad"),
-    [
-        ("equal", True, [True], [False, 1, "True"]),
-        ("equal", [1.0, "nan"], [[1.0, "nan"]], [[1.0, "inf"]]),
-        ("at least", 2, [2, 3.5], [1.9, "inf", None]),
-        ("at most", 0.05, [0.0, 0.05], [0.06, "nan"]),
-    ],
-)
-def test_comparisons(compare, published, good, bad):
-    subject = claim(compare=compare, published=published)
+def test_comparisons(changes, good, bad):
+    subject = claim(**changes)
     assert all(map(subject.holds, good)) and not any(map(subject.holds, bad))
 
 
-def test_close_is_relative():
-    subject = claim(compare="close", published=100.0, tolerance=0.02)
-    assert subject.holds(101.9) and subject.holds(98.1) and not subject.holds(103.0)
+@pytest.mark.parametrize(
+    ("changes", "fits", "contradicts"),
+    [
+        ({}, 8, 7),
+        ({"verdict": "not true", "truth": "It is 7."}, 7, 8),
+        ({"verdict": "depends on hardware", "depends_on": "The chip."}, 7, None),
+    ],
+)
+def test_a_verdict_stands_only_beside_values_that_fit(changes, fits, contradicts):
+    assert claim(**changes).contradiction(fits) is None
+    assert claim(**changes).contradiction(contradicts).startswith("eight ")
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("changes", "sentence"),
     [
-        ('verdict = "true"', "verdict = 'true' is not allowed"),
-        ('verdict = "not true"', 'needs truth = "…"'),
-        ('verdict = "depends on hardware"', 'needs depends_on = "…"'),
-        ('verdict = "reproduced"\ntolerance = 0.1', "tolerance belongs to compare = 'close'"),
-        (
-            'verdict = "reproduced"\npublisher = "me"',
-            "eight: got an unexpected keyword argument 'publisher'",
-        ),
-        ("", "eight: missing 1 required positional argument: 'verdict'"),
+        ({"verdict": "true"}, "eight.verdict: 'true' is not one of ['reproduced', 'not true',"),
+        ({"verdict": "not true"}, "eight: 'truth' is a required property."),
+        ({"verdict": "depends on hardware"}, "eight: 'depends_on' is a required property."),
+        ({"compare": "close"}, "eight: 'tolerance' is a required property."),
+        ({"tolerance": 0.1}, "eight.compare: 'close' was expected."),
+        ({"publisher": "me"}, "eight: Additional properties are not allowed ('publisher'"),
+        ({"cell": "eight"}, "eight.cell: 'eight' does not match '^claim:"),
+        ({"source": "hearsay"}, "eight: source = 'hearsay' is not allowed: give one of paper."),
     ],
 )
-def test_an_entry_that_is_not_complete_is_refused(text, complaint, tmp_path):
-    lines = [f"{key} = {value!r}".replace("'", '"') for key, value in FIELDS.items()]
-    file = tmp_path / "claims.toml"
-    file.write_text('[sources]\npaper = "A paper"\n[eight]\n' + "\n".join(lines) + "\n" + text)
-    with pytest.raises(ValueError) as caught:
-        claims.read(file)
-    assert complaint in str(caught.value)
+def test_an_entry_that_is_incomplete_is_refused(changes, sentence, course):
+    with pytest.raises(CourseError) as caught:
+        claims.read(course({"eight": {**ENTRY, **changes}}) / "notebooks")
+    assert sentence in str(caught.value)
 
 
-def test_a_wrong_argument_is_refused(capsys):
-    assert claims.main(["--svaed"]) == 2
-    assert "--svaed is not allowed" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["01_float_formats.ipynb", "claims.toml", "measured.json"])
+def test_a_damaged_file_is_named_in_a_sentence(name, course, capsys):
+    root = course({"eight": ENTRY}, {})
+    (root / "notebooks" / name).write_text("{")
+    assert main(["--root", str(root), "claims"]) == 1
+    message = capsys.readouterr().err
+    assert name in message and "damaged" in message and len(message.splitlines()) == 1

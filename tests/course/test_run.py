@@ -1,4 +1,4 @@
-"""`python -m amp_utils.course run`: a finished run looks finished, nothing else does, and what went wrong is one sentence."""
+"""`run`: a finished run looks finished, nothing else does, and what went wrong is one sentence."""
 
 import json
 import os
@@ -14,46 +14,127 @@ from support.processes import ended, wait_for_number
 
 from amp_utils import lesson
 from amp_utils.course import run
+from amp_utils.course.__main__ import main
 
 PARAMETERS = 'steps: int = 3  # steps to take\nprecision: str = "fp32"  # format to compute in'
 REFUSE = """
 from amp_utils.lesson import choice, validate
 validate(globals(), precision=choice("fp32", "bf16"))
 """
+GOOD = """
+from amp_utils import lesson
+import os
+print(precision, steps, os.path.basename(os.getcwd()), os.environ.get("CUDA_VISIBLE_DEVICES"))
+lesson.record(loss=0.5)
+"""
 WAIT = """
 import os, pathlib, time
 pathlib.Path("../kernel.pid").write_text(str(os.getpid()))
-time.sleep(120)
+time.sleep(600)
 """
 LESSONS = {
-    "01_good": ["print(precision, steps)\nsteps"],
-    "02_refusing": [REFUSE, "1 / 0"],
-    "03_failing": ["print('before')", "1 / 0", "print('after')"],
-    "04_dying": ["import os\nos._exit(1)"],
-    "05_waiting": [WAIT],
-    "A1_last": [
-        "import os\nprint(os.path.basename(os.getcwd()), os.environ.get('CUDA_VISIBLE_DEVICES'))"
-    ],
+    "01_float_formats": GOOD,
+    "02_numerical_stability": REFUSE,
+    "03_autocast_dtypes": "print('before')\n1 / 0",
+    "04_custom_autograd_functions": "import os\nos._exit(1)",
+    "05_gradient_underflow": WAIT,
 }
+DIED = "04_custom_autograd_functions: the kernel died, most often for lack of memory.\n"
 
 
 @pytest.fixture
 def course(tmp_path: Path) -> Path:
-    """A project folder with small lessons."""
+    """A course of small lessons."""
     (tmp_path / "notebooks").mkdir()
-    for name, sources in LESSONS.items():
+    for name, source in LESSONS.items():
         first = v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})
-        notebook = v4.new_notebook(
-            cells=[v4.new_markdown_cell(f"# {name}"), first, *map(v4.new_code_cell, sources)]
-        )
-        notebook.metadata.kernelspec = {
-            "name": "python3",
-            "display_name": "Python 3",
-            "language": "python",
-        }
-        notebook.metadata.language_info = {"name": "python"}
-        nbformat.write(notebook, tmp_path / "notebooks" / f"{name}.ipynb")
+        cells = [v4.new_markdown_cell(f"# {name}"), first, v4.new_code_cell(source)]
+        kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+        path = tmp_path / "notebooks" / f"{name}.ipynb"
+        nbformat.write(v4.new_notebook(cells=cells, metadata=metadata), path)
     return tmp_path
+
+
+@pytest.fixture
+def call(course, capsys, monkeypatch):
+    """Run the command in this process; its exit status, standard output and standard error."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # restored in the end
+        return main(["--root", str(course), "run", *arguments]), *capsys.readouterr()
+
+    return call
+
+
+def left(course: Path) -> list[str]:
+    """All files in runs/, hidden ones too."""
+    return sorted(os.listdir(course / "runs")) if (course / "runs").exists() else []
+
+
+def printed(path: Path) -> list[str]:
+    outputs = [out for cell in nbformat.read(path, 4).cells for out in cell.get("outputs", [])]
+    return [out.text for out in outputs if out.output_type == "stream"]
+
+
+def test_parameters_reach_the_lesson_and_the_table_says_how_it_went(course, call):
+    status, out, err = call("1", "-p", "steps", "7", "-p", "precision", "bf16")
+    assert (status, err, left(course)) == (0, "", ["01_float_formats.ipynb"])
+    executed = course / "runs" / "01_float_formats.ipynb"
+    assert printed(executed) == ["bf16 7 notebooks 0\n"]
+    assert lesson.recorded(json.loads(executed.read_text())) == {"loss": 0.5}
+    heads, row = [line.split() for line in out.splitlines() if line.split() and "─" not in line]
+    assert heads == ["lesson", "seconds", "outcome"]
+    assert (row[0], row[2]) == ("01_float_formats", "done") and float(row[1]) > 0
+
+
+def test_a_failure_does_not_stop_the_rest_and_never_looks_finished(course, call, monkeypatch):
+    monkeypatch.chdir(course / "notebooks")  # any folder will do
+    (course / "runs").mkdir()
+    (course / "runs" / "03_autocast_dtypes.ipynb").write_text("an older result")
+    status, out, err = call("02", "03", "04", "-p", "precision", "fp12")
+    failed = [f"{name}.failed.ipynb" for name in list(LESSONS)[1:4]]
+    assert (status, left(course)) == (1, failed)
+    assert "precision = 'fp12' is not allowed: give one of 'fp32', 'bf16'.\n" in err
+    place = "(see ../runs/03_autocast_dtypes.failed.ipynb)"
+    assert f"03_autocast_dtypes, cell 3: ZeroDivisionError: division by zero {place}\n" in err
+    assert DIED in err and "Traceback" not in err
+    outcomes = ["parameter refused", "ZeroDivisionError", "kernel died"]
+    for name, outcome in zip(list(LESSONS)[1:4], outcomes, strict=True):
+        assert f"{name}: {outcome} after " in out, "progress without a terminal"
+    assert [" ".join(row.split()[2:]) for row in out.rstrip().splitlines()[-3:]] == outcomes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            "-p precison bf16",
+            "precison = 'bf16' is not allowed: 01_float_formats has no such parameter,"
+            " give one of steps, precision (did you mean precision?).",
+        ),
+        ("1 --save -p steps 2", "--save takes no parameters: it keeps what the defaults give."),
+    ],
+)
+def test_wrong_parameters_are_refused_before_any_work(course, call, arguments, sentence):
+    assert call(*arguments.split()) == (2, "", f"{sentence}\n")
+    assert left(course) == []
+
+
+def test_an_unknown_kernel_is_a_sentence(course, call):
+    path = course / "notebooks" / "01_float_formats.ipynb"
+    path.write_text(path.read_text().replace('"python3"', '"cobol"'))
+    status, _, err = call("1")
+    assert (status, left(course), err.count("\n")) == (1, [], 1)
+    assert err.startswith("01_float_formats could not be run: NoSuchKernel: ")
+
+
+def test_values_are_read_as_numbers_where_they_are_numbers():
+    texts = ["-1", "1e-3", "-2.5e4", "-inf", "true", "False", "many", "fp16", ""]
+    values = [run.parse_value(text) for text in texts]
+    assert values == [-1, 1e-3, -2.5e4, float("-inf"), True, False, "many", "fp16", ""]
+    assert [type(value) for value in values[:6]] == [int, float, float, float, bool, bool]
+    assert str(run.parse_value("nan")) == "nan"
 
 
 def heed_interrupts() -> None:
@@ -62,182 +143,64 @@ def heed_interrupts() -> None:
 
 
 def start(course: Path, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "amp_utils.course", "run", *arguments]
+    command = [sys.executable, "-m", "amp_utils.course", "--root", str(course), "run", *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=course, preexec_fn=heed_interrupts, **pipes)
-
-
-def call(course: Path, *arguments: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of a run."""
-    process = start(course, *arguments)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
-
-
-def left(course: Path) -> list[str]:
-    """All files in runs/, hidden ones too."""
-    runs = course / "runs"
-    return sorted(os.listdir(runs)) if runs.exists() else []
-
-
-def printed(path: Path) -> list[str]:
-    cells = nbformat.read(path, as_version=4).cells
-    return [
-        out.text for cell in cells for out in cell.get("outputs", []) if out.output_type == "stream"
-    ]
-
-
-def test_parameters_reach_the_lesson_and_the_table_says_how_it_went(course):
-    status, out, err = call(course, "1", "-p", "steps", "7", "-p", "precision", "bf16")
-    assert (status, err, left(course)) == (0, "", ["01_good.ipynb"])
-    assert printed(course / "runs" / "01_good.ipynb") == ["bf16 7\n"]
-    heads, row = [line.split() for line in out.splitlines() if line.split() and "─" not in line]
-    assert heads == ["lesson", "seconds", "outcome"]
-    assert (row[0], row[2]) == ("01_good", "done") and 0 < float(row[1]) < 60
-
-
-def test_what_fails_does_not_keep_the_rest_and_never_looks_finished(course):
-    (course / "runs").mkdir()
-    (course / "runs" / "03_failing.ipynb").write_text("an older result")
-    status, out, err = call(course, "03", "04_dying", "A1")
-    assert status == 1
-    assert left(course) == ["03_failing.failed.ipynb", "04_dying.failed.ipynb", "A1_last.ipynb"]
-    assert err.splitlines() == [
-        "03_failing: ZeroDivisionError: division by zero (cell 3; see runs/03_failing.failed.ipynb)",
-        "04_dying: the kernel died, which is most often a lack of memory.",
-    ]
-    for ending in ("03_failing: ZeroDivisionError", "04_dying: kernel died", "A1_last: done"):
-        assert any(
-            line.startswith(ending) for line in out.splitlines()
-        )  # progress without a terminal
-    assert [row.split()[2:] for row in out.splitlines()[-4:] if row.split()] == [
-        ["ZeroDivisionError"],
-        ["kernel", "died"],
-        ["done"],
-    ]
-    assert printed(course / "runs" / "A1_last.ipynb")[0].startswith("notebooks ")
-
-
-def test_a_refused_value_is_one_sentence(course):
-    status, out, err = call(course, "02", "-p", "precision", "fp12")
-    assert (status, out) == (1, "")
-    assert err == "precision = 'fp12' is not allowed: give one of 'fp32', 'bf16'.\n"
-    assert left(course) == ["02_refusing.failed.ipynb"]
-
-
-def test_an_unknown_parameter_is_refused_before_any_work(course):
-    status, out, err = call(course, "-p", "precison", "bf16")
-    assert (status, out, left(course)) == (2, "", [])
-    assert err == (
-        "precison = 'bf16' is not allowed: 01_good has no such parameter,"
-        " give one of steps, precision (did you mean precision?).\n"
-    )
+    return subprocess.Popen(command, preexec_fn=heed_interrupts, **pipes)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "sentence"),
+    ("arguments", "number"),
     [
-        ("9", "'9' is not a lesson: give one of 01_good, 02_refusing, "),
-        ("0", "'0' is the beginning of several lessons: give one of 01_good, 02_refusing, "),
+        ("05", signal.SIGINT),
+        pytest.param("05", signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param("05 --save", signal.SIGINT, marks=pytest.mark.full),
+        pytest.param("05 --save", signal.SIGTERM, marks=pytest.mark.full),
     ],
 )
-def test_an_unknown_lesson_is_refused_with_a_list(course, wanted, sentence):
-    status, out, err = call(course, wanted)
-    assert (status, out, left(course)) == (2, "", [])
-    assert err.startswith(sentence) and err.count("\n") == 1
-
-
-def test_lessons_are_chosen_by_number_or_beginning(course):
-    def chosen(*wanted: str) -> list[str]:
-        return [path.stem for path in run.choose(wanted, course / "notebooks")]
-
-    assert chosen() == list(LESSONS)
-    assert (
-        chosen("1")
-        == chosen("01")
-        == chosen("01_g")
-        == chosen("notebooks/01_good.ipynb")
-        == ["01_good"]
-    )
-    assert chosen("a1", "03") == ["A1_last", "03_failing"]
-
-
-def test_values_are_read_as_numbers_where_they_are_numbers():
-    values = [
-        run.parse_value(text)
-        for text in ("-1", "1e-3", "-2.5e4", "true", "False", "many", "fp16", "")
-    ]
-    assert values == [-1, 1e-3, -2.5e4, True, False, "many", "fp16", ""]
-    assert [type(value) for value in values[:5]] == [int, float, float, bool, bool]
-    assert str(run.parse_value("nan")) == "nan" and run.parse_value("-inf") == float("-inf")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("save", [(), ("--save",)], ids=["run", "save"])
-def test_an_interrupted_run_leaves_nothing_behind(course, save, number):
+def test_an_interrupted_run_leaves_nothing_behind(course, arguments, number):
     before = {path.name: path.read_bytes() for path in (course / "notebooks").iterdir()}
-    process = start(course, "05", *save)
+    process = start(course, *arguments.split())
     kernel = wait_for_number(course / "kernel.pid")
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=180)
     assert (process.returncode, out) == (130, "")
-    assert err == "Interrupted: the lesson under way has left nothing behind.\n"
+    assert "Interrupted: nothing half-done is left behind.\n" in err and "Traceback" not in err
     assert left(course) == []
     assert {path.name: path.read_bytes() for path in (course / "notebooks").iterdir()} == before
     assert ended(kernel)
 
 
+@pytest.mark.full
 def test_a_killed_run_leaves_nothing_that_looks_finished(course):
     process = start(course, "05")
     kernel = wait_for_number(course / "kernel.pid")
     process.kill()
-    process.communicate(timeout=30)
-    assert left(course) == [".05_waiting.partial.ipynb"]
+    process.communicate(timeout=180)
+    assert left(course) == [".05_gradient_underflow.partial.ipynb"]
     os.kill(kernel, signal.SIGKILL)  # it would notice by itself when its cell ends
 
 
-def test_save_puts_outputs_into_the_notebook_and_changes_nothing_else(course):
-    path = course / "notebooks" / "A1_last.ipynb"
+def test_save_replaces_the_outputs_and_changes_nothing_else(course, call):
+    path = course / "notebooks" / "01_float_formats.ipynb"
     before = nbformat.read(path, as_version=4)
-    status, out, err = call(course, "--save", "A1")
+    status, _, err = call("--save", "1")
     assert (status, err, left(course)) == (0, "", [])
-    assert printed(path) == ["notebooks \n"]  # in its own folder, with every GPU hidden
+    assert printed(path) == ["fp32 3 notebooks \n"], "in its own folder, with every GPU hidden"
     after = nbformat.read(path, as_version=4)
-    assert [cell.execution_count for cell in after.cells if cell.cell_type == "code"] == [1, 2]
-    for cell in after.cells:
-        if cell.cell_type == "code":
-            cell.update(outputs=[], execution_count=None)
+    assert lesson.recorded(after) == {"loss": 0.5}
+    assert [cell.execution_count for cell in after.cells[1:]] == [1, 2]
+    for cell in after.cells[1:]:
+        cell.update(outputs=[], execution_count=None)
     assert after == before
     first = path.read_bytes()
-    assert call(course, "--save", "A1")[0] == 0 and path.read_bytes() == first
+    assert call("--save", "1")[0] == 0 and path.read_bytes() == first
 
 
-def test_save_leaves_a_failing_lesson_as_it_was(course):
-    path = course / "notebooks" / "03_failing.ipynb"
+def test_save_leaves_a_failing_lesson_as_it_was(course, call):
+    path = course / "notebooks" / "03_autocast_dtypes.ipynb"
     before = path.read_bytes()
-    status, out, err = call(course, "--save", "3")
+    status, out, err = call("--save", "3")
+    what = "03_autocast_dtypes, cell 2: ZeroDivisionError: division by zero"
     assert (status, out) == (1, "")
-    assert (
-        err
-        == "03_failing: ZeroDivisionError: division by zero (cell 3; 03_failing.ipynb is as before)\n"
-    )
-    assert path.read_bytes() == before
-
-
-def test_save_takes_no_parameters(course):
-    status, out, err = call(course, "--save", "1", "-p", "steps", "2")
-    assert (
-        (status, out) == (2, "")
-        and err.startswith("--save takes no parameters")
-        and err.count("\n") == 1
-    )
-
-
-def test_recorded_results_survive_both_ways(course):
-    path = course / "notebooks" / "01_good.ipynb"
-    notebook = nbformat.read(path, as_version=4)
-    notebook.cells.append(v4.new_code_cell("from amp_utils import lesson\nlesson.record(loss=0.5)"))
-    nbformat.write(notebook, path)
-    assert call(course, "1")[0] == call(course, "1", "--save")[0] == 0
-    for copy in (course / "runs" / "01_good.ipynb", path):
-        assert lesson.recorded(json.loads(copy.read_text())) == {"loss": 0.5}
+    assert f"{what} (03_autocast_dtypes.ipynb is as before)\n" in err
+    assert path.read_bytes() == before and left(course) == []

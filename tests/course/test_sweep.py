@@ -1,53 +1,54 @@
-"""`python -m amp_utils.course sweep`: checked before it starts, resumed after any end, and read back into one report."""
+"""`sweep`: checked before it starts, resumed after any end, and read back into one report."""
 
 import contextlib
 import csv
+import itertools
 import json
 import math
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 from urllib.parse import unquote
 
 import joblib
 import nbformat
 import pytest
-from hypothesis import given
+from filelock import FileLock
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nbformat import v4
 from support.processes import ended, wait_for, wait_for_number
 
 from amp_utils.course import grid, report, sweep
+from amp_utils.course.__main__ import main
 
+QUICK, SLOW = "01_float_formats", "02_numerical_stability"
 PARAMETERS = """\
 steps: int = 3  # steps to take
 precision: str = "fp32"  # format to compute in
 rate: float = 0.1  # learning rate
 loud: bool = False  # whether to print"""
 VALIDATE = """\
-from amp_utils import lesson
-lesson.validate(globals(), steps=lesson.whole(1, 99), precision=lesson.choice("fp32", "bf16", "a/b", "<b>"))"""
-VALIDATE_AGAIN = "lesson.validate(globals(), rate=lesson.real(above=0))\nprint('accepted')"
+from amp_utils.lesson import choice, flag, real, record, validate, whole
+validate(globals(), steps=whole(1, 99), precision=choice("fp32", "bf16", "a/b", "<b>"))"""
+VALIDATE_AGAIN = "validate(globals(), rate=real(above=0), loud=flag())\nprint('accepted')"
 WORK = """\
 import os
 with open("../journal", "a") as journal:
-    print(steps, precision, os.environ["OMP_NUM_THREADS"], os.getppid(), os.path.basename(os.getcwd()), file=journal)
+    print(steps, os.environ["OMP_NUM_THREADS"], os.getppid(), os.getcwd(), file=journal)
 assert steps != 4, "four is too many"
 if steps == 9:
     os.kill(os.getpid(), 9)"""
-RECORD = """\
-lesson.record(loss={precision: 1 / steps}, curve=[1.0, 1 / steps], verdict="good", steps=-1)
-lesson.settle(twice=2 * steps)"""
+RECORD = "record(loss={precision: 1 / steps}, curve=[1.0, 1 / steps], verdict='good', steps=-1)"
 WAIT = """\
 import os, pathlib, time
 pathlib.Path(f"../kernel.{steps}").write_text(str(os.getpid()))
-time.sleep(120)"""
+while not pathlib.Path("../go").exists():
+    time.sleep(0.05)"""
+WAITED = 'pathlib.Path(f"../second.{steps}").touch()'
 
 
 def write_lesson(path: Path, *sources: str) -> None:
@@ -57,16 +58,20 @@ def write_lesson(path: Path, *sources: str) -> None:
     nbformat.write(v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), path)
 
 
+def write_course(folder: Path) -> None:
+    (folder / "notebooks").mkdir()
+    sources = VALIDATE, VALIDATE_AGAIN, WORK, RECORD
+    write_lesson(folder / "notebooks" / f"{QUICK}.ipynb", *sources)
+    write_lesson(folder / "notebooks" / f"{SLOW}.ipynb", WAIT, WAITED)
+
+
 @pytest.fixture
 def course(tmp_path: Path, monkeypatch) -> Path:
-    """A project folder, which is the current one, with two lessons."""
-    (tmp_path / "notebooks").mkdir()
-    write_lesson(tmp_path / "notebooks" / "01_quick.ipynb", VALIDATE, VALIDATE_AGAIN, WORK, RECORD)
-    write_lesson(tmp_path / "notebooks" / "02_waiting.ipynb", WAIT)
+    """A course of two lessons; its folder is the current one."""
+    write_course(tmp_path)
     monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(signal.SIGTERM)
-    yield tmp_path
-    signal.signal(signal.SIGTERM, before)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return tmp_path
 
 
 @pytest.fixture
@@ -74,30 +79,30 @@ def call(course, capsys):
     """Run the command in this process; its exit status, standard output and standard error."""
 
     def run(arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            sweep.main.main(shlex.split(arguments), standalone_mode=False)
-        return ended.value.code, *capsys.readouterr()
+        return main(["--root", str(course), "sweep", *arguments.split()]), *capsys.readouterr()
 
     return run
 
 
 def pretend(path: Path, folder: Path, parameters: dict, step, save_each_cell: bool) -> None:
-    """What run_lesson leaves, without a kernel; notes when it starts and when a finished run is repeated."""
-    finished, under_way = folder / path.name, folder / f".{path.stem}.partial.ipynb"
-    with open("journal", "a") as journal:
-        print("repeated" if finished.exists() else "started", folder.name, file=journal)
+    """What run_lesson leaves, without a kernel; keeps a journal of the runs that it starts."""
+    with Path("journal").open("a") as journal:
+        print(folder.name, file=journal)
     notebook = nbformat.read(path, as_version=4)
     results = {"loss": 1 / parameters["steps"], "steps": -1}
-    notebook.cells[-1].outputs = [
-        v4.new_output("display_data", {"text/plain": "recorded"}, metadata={"amp_utils": results})
-    ]
+    shown = {"text/plain": "recorded"}
+    outputs = [v4.new_output("display_data", shown, metadata={"amp_utils": results})]
+    notebook.cells[-1].outputs = outputs
     notebook.metadata.papermill = {"duration": 0.25}
-    text = nbformat.writes(notebook)
-    for part in range(4):
-        under_way.write_text(text[: (part + 1) * math.ceil(len(text) / 4)])
-        time.sleep(0.005)
-        step()
-    os.replace(under_way, finished)
+    under_way = folder / f".{path.stem}.partial.ipynb"
+    under_way.write_text(nbformat.writes(notebook))
+    step()
+    os.replace(under_way, folder / path.name)
+
+
+@pytest.fixture
+def pretended(monkeypatch) -> None:
+    monkeypatch.setattr(sweep, "run_lesson", pretend)
 
 
 def rows(out: Path) -> list[dict[str, str]]:
@@ -111,447 +116,393 @@ def journal(course: Path) -> list[list[str]]:
 
 # --- checked before the first run starts
 
+REFUSED = {
+    "9 --set steps=1": f"'9' is not a lesson: give one of {QUICK}, {SLOW}, or its number.",
+    "1": "There is nothing to sweep: give at least one --set NAME=VALUE,VALUE.",
+    "1 --set steps": "--set 'steps' has an empty name or value: give NAME=VALUE,VALUE.",
+    "1 --set steps=1,,2": "--set 'steps=1,,2' has an empty name or value: give NAME=VALUE,VALUE.",
+    "1 --set =1": "--set '=1' has an empty name or value: give NAME=VALUE,VALUE.",
+    "1 --set step=1": f"step = 1 is not allowed: {QUICK} has no such parameter, give one of steps,",
+    "1 --set steps=1,many --jobs 1": "steps = 'many' is not allowed: give a whole number from 1 ",
+    "1 --set steps=1.5 --jobs 1": "steps = 1.5 is not allowed: give a whole number from 1 to 99.",
+    "1 --set loud=1 --jobs 1": "loud = 1 is not allowed: give True or False.",
+    "1 --set steps=1,2,1": "steps = 1 is given twice: give each value once.",
+    "1 --set rate=1,1.0": "rate = 1.0 is given twice: give each value once.",
+    "1 --set steps=1 --set steps=2": "steps is given twice: give all its values in one --set.",
+    "1 --set steps=0 --jobs 1": "steps = 0 is not allowed: give a whole number from 1 to 99.",
+    "1 --set precision=16 --jobs 1": "precision = '16' is not allowed: give one of 'fp32', ",
+    "1 --set rate=-1 --jobs 1": "rate = -1 is not allowed: give a finite number above 0.",
+    "1 --set steps=1 --jobs 0": "jobs = 0 is not allowed: give a whole number of at least 1.",
+    f"1 --set steps={','.join(map(str, range(101)))}": "This grid has 101 runs: add --yes ",
+    "1 --set steps=1 --jobs 2 --scheduler x:1": "--jobs is not for a cluster: ",
+    "1 --set steps=1 --out notebooks --jobs 1": "notebooks holds something else: give another ",
+}
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (
-            "9 --set steps=1",
-            "'9' is not a lesson: give one of 01_quick, 02_waiting, or its number.",
-        ),
-        ("1", "There is nothing to sweep: give at least one --set NAME=VALUE,VALUE."),
-        ("1 --set steps", "--set 'steps' has an empty name or value: give NAME=VALUE,VALUE."),
-        (
-            "1 --set steps=1,,2",
-            "--set 'steps=1,,2' has an empty name or value: give NAME=VALUE,VALUE.",
-        ),
-        ("1 --set =1", "--set '=1' has an empty name or value: give NAME=VALUE,VALUE."),
-        (
-            "1 --set step=1",
-            "step = 1 is not allowed: 01_quick has no such parameter, give one of steps, precision, ",
-        ),
-        ("1 --set steps=1,many", "steps = 'many' is not allowed: give whole numbers."),
-        ("1 --set steps=1.5", "steps = 1.5 is not allowed: give whole numbers."),
-        ("1 --set steps=true", "steps = True is not allowed: give whole numbers."),
-        ("1 --set rate=fast", "rate = 'fast' is not allowed: give numbers."),
-        ("1 --set loud=1", "loud = 1 is not allowed: give true or false."),
-        ("1 --set steps=1,2,1", "steps = 1 is given twice: give each value once."),
-        ("1 --set rate=1,1.0", "rate = 1.0 is given twice: give each value once."),
-        (
-            "1 --set steps=1 --set steps=2",
-            "steps is given twice: give all its values in one --set.",
-        ),
-        ("1 --set steps=0 --jobs 1", "steps = 0 is not allowed: give a whole number from 1 to 99."),
-        (
-            "1 --set precision=16 --jobs 1",
-            "precision = '16' is not allowed: give one of 'fp32', 'bf16', ",
-        ),
-        ("1 --set rate=0.1,-1 --jobs 1", "rate = -1 is not allowed: give a finite number above 0."),
-        ("1 --set steps=1 --jobs 0", "jobs = 0 is not allowed: give a whole number of at least 1."),
-        (
-            f"1 --set steps={','.join(map(str, range(101)))}",
-            "This grid has 101 runs: add --yes if you mean it.",
-        ),
-        ("1 --set steps=1 --jobs 2 --scheduler 127.0.0.1:1", "--jobs is not for a cluster: "),
-        (
-            "1 --set steps=1 --scheduler nonsense",
-            "No Dask scheduler answers at 'nonsense': give HOST:PORT.",
-        ),
-        (
-            "1 --set steps=1 --out notebooks --jobs 1",
-            "{}/notebooks holds something that is not a sweep: ",
-        ),
-    ],
-)
-def test_what_cannot_be_swept_is_refused_in_a_sentence_before_any_work(
-    course, call, arguments, sentence
-):
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_cannot_be_swept_is_refused_before_any_work(course, call, arguments):
     before = sorted(course.rglob("*"))
     status, out, err = call(arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(sentence.format(course)) and err.endswith(".\n")
+    assert err.startswith(REFUSED[arguments]) and err.endswith(".\n")
     assert sorted(course.rglob("*")) == before
 
 
 def test_every_value_that_the_lesson_refuses_is_named(call):
     status, _, err = call("1 --set steps=0,1,100 --set precision=fp32,fp12 --jobs 1")
-    assert status == 2 and [line.split(" is ")[0] for line in err.splitlines()] == [
-        "steps = 0",
-        "precision = 'fp12'",
-        "steps = 100",
-    ]
+    refused = ["steps = 0", "precision = 'fp12'", "steps = 100"]
+    assert (status, [line.split(" is ")[0] for line in err.splitlines()]) == (2, refused)
 
 
-def test_a_large_grid_runs_when_it_is_meant(course, call, monkeypatch):
-    monkeypatch.setattr(sweep, "LARGE", 1)
-    monkeypatch.setattr(sweep, "run_lesson", pretend)
-    assert call("1 --set steps=1,2 --jobs 1")[0] == 2
-    assert call("1 --set steps=1,2 --jobs 1 --yes")[0] == 0
-    assert [row["loss"] for row in rows(course / "runs" / "sweep-01_quick")] == ["1.0", "0.5"]
+VALUES = st.text() | st.floats() | st.booleans() | st.integers()
+POINTS = st.lists(st.tuples(VALUES, VALUES), min_size=2, unique_by=json.dumps)
 
 
-@given(
-    st.lists(
-        st.text() | st.floats() | st.booleans() | st.integers(),
-        min_size=2,
-        unique_by=lambda v: json.dumps(v),
-    )
-)
-def test_names_of_runs_are_safe_and_tell_all_runs_apart(values):
-    names = [grid.folder_name({"name": value}) for value in values]
+@settings(derandomize=True, deadline=None)
+@given(POINTS)
+@example([(False, 0), ("false", 0), ("False", 0), (0, 0), ("0", 0), ("0.0", 0), (0.0, 0)])
+@example([(value, 1) for value in (True, "true", 1, "1", 1.0, "1.0", "1e0", math.inf, "Infinity")])
+@example([("x,b=y", "z"), ("x", "y,b=z"), ("X", "y"), ("x", "y")])  # also where A is a
+@example([("../a", 1), (grid.folder_name({"a": "../a"}).removeprefix("a="), 1)])
+@example([("a" * 101, 1), ("a" * 102, 1), ('"', 1), ("\\", 1), ("", 1)])
+def test_names_of_runs_are_safe_and_tell_all_runs_apart(points):
+    names = [grid.folder_name({"a": a, "b": b}) for a, b in points]
     assert len({name.lower() for name in names}) == len(names)
     for name in names:
-        assert re.fullmatch(r"name=[\w=,.+-]*", name, re.ASCII) and len(name) < 120
+        assert re.fullmatch(r"a=[\w=,.+~-]*", name, re.ASCII) and len(name) < 120
 
 
-# --- run for real
+def test_plain_values_make_plain_names():
+    parameters = {"steps": 2, "rate": 1e-3, "loud": True, "precision": "bf16"}
+    assert grid.folder_name(parameters) == "steps=2,rate=0.001,loud=true,precision=bf16"
 
 
-def test_a_sweep_is_read_back_and_the_same_command_repeats_nothing(course, call, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+# --- run and resumed
+
+
+def test_a_sweep_is_read_back_and_the_same_command_repeats_nothing(course, call, pretended):
+    command = "1 --set precision=fp32,bf16 --set steps=2,4 --out new/out --jobs 1"
+    status, out, err = call(command)
+    names = [f"steps={n},precision={p}" for n in (2, 4) for p in ("fp32", "bf16")]
+    last = "4 of 4 runs are finished: see new/out/report.html"
+    assert (status, err) == (0, "")
+    assert out.splitlines() == [*(f"{name}: done" for name in names), last]
+    head = ["run", "steps", "precision", "outcome", "took (s)", "loss", "recorded steps"]
+    assert [*rows(course / "new" / "out")[1].items()] == [
+        *zip(head, [names[1], "2", "bf16", "done", "0.2", "0.5", "-1"], strict=True)
+    ]
+    (course / "new" / "out" / names[2] / f"{QUICK}.ipynb").unlink()
+    status, out, err = call("1 --set steps=2,4 --set precision=fp32,bf16 --out new/out --jobs 1")
+    assert (status, out.splitlines(), err) == (0, [f"{names[2]}: done", last], "")
+    assert journal(course) == [[name] for name in [*names, names[2]]]
+
+
+def test_a_large_grid_runs_when_it_is_meant(course, call, monkeypatch, pretended):
+    monkeypatch.setattr(sweep, "LARGE", 1)
+    assert call("1 --set steps=1,2 --jobs 1")[0] == 2
+    assert call("1 --set steps=1,2 --jobs 1 --yes")[0] == 0
+    assert [row["loss"] for row in rows(course / "runs" / f"sweep-{QUICK}")] == ["1.0", "0.5"]
+
+
+@pytest.mark.full
+def test_real_runs_side_by_side_with_failures_among_them(course, call):
     command = "1 --set precision=fp32,a/b,<b> --set steps=2,4 --out out --jobs 2"
     status, out, err = call(command)
-    assert status == 1
-    assert sorted(re.sub("-[0-9a-f]{8}", "", line) for line in out.splitlines()[:-1]) == sorted(
-        f"steps={steps},precision={name}: {outcome}"
-        for steps, outcome in [(2, "done"), (4, "failed")]
-        for name in ("fp32", "a_b", "_b_")
-    )
     failed = "steps=4,precision=fp32"
+    assert (status, err.count("\n")) == (1, 3)
+    assert f"{failed}: {QUICK}, cell 5: AssertionError: four is too many\n" in err
     assert out.splitlines()[-1] == "3 of 6 runs are finished: see out/report.html"
-    assert err.count("\n") == 3 and (
-        f"{failed}: 01_quick: AssertionError: four is too many (cell 5; see {failed}/01_quick.failed.ipynb)\n"
-        in err
-    )
-
     done, broken = rows(course / "out")[0], rows(course / "out")[3]
-    assert list(
-        done
-    ) == "run,steps,precision,outcome,took (s),curve,loss,recorded steps,verdict,claim:twice".split(
-        ","
-    )
-    assert (
-        list(done.values())[:4] == ["steps=2,precision=fp32", "2", "fp32", "done"]
-        and float(done["took (s)"]) > 0
-    )
-    assert list(done.values())[5:] == ["[1.0, 0.5]", "0.5", "-1", "good", "4"]
-    assert list(broken.values()) == [failed, "4", "fp32", "failed", "", "", "", "", "", ""]
-
-    threads, folders = (
-        {entry[2] for entry in journal(course)},
-        {entry[4] for entry in journal(course)},
-    )
-    assert (threads, folders) == ({str(max(1, joblib.cpu_count() // 2))}, {"notebooks"})
-    assert len({entry[3] for entry in journal(course)}) == 2, "two runs at a time"
-
-    first = {path: path.read_bytes() for path in course.glob("out/*/01_quick.ipynb")}
+    head = "run,steps,precision,outcome,took (s),curve,loss,recorded steps,verdict"
+    assert list(done) == head.split(",") and float(done["took (s)"]) > 0
+    assert list(done.values())[5:] == ["[1.0, 0.5]", "0.5", "-1", "good"]
+    assert list(broken.values()) == [failed, "4", "fp32", "failed", "", "", "", "", ""]
+    _, threads, workers, folders = map(set, zip(*journal(course), strict=True))
+    assert threads == {str(max(1, joblib.cpu_count() // 2))}
+    assert (len(workers), folders) == (2, {str(course / "notebooks")})
+    first = {path: path.read_bytes() for path in course.glob(f"out/*/{QUICK}.ipynb")}
     assert call(command)[0] == 1
-    assert Counter(tuple(entry[:2]) for entry in journal(course)) == {
-        (steps, name): times
-        for steps, times in [("2", 1), ("4", 2)]
-        for name in ("fp32", "a/b", "<b>")
-    }
-    assert {path: path.read_bytes() for path in course.glob("out/*/01_quick.ipynb")} == first
+    assert [entry[0] for entry in journal(course)].count("4") == 6, "failed runs are repeated"
+    assert {path: path.read_bytes() for path in course.glob(f"out/*/{QUICK}.ipynb")} == first
 
 
+@pytest.mark.full
 def test_a_dead_kernel_is_reported_and_does_not_stop_the_others(course, call):
     status, out, err = call("1 --set steps=9,2 --out out --jobs 1")
-    assert (status, err) == (
-        1,
-        "steps=9: 01_quick: the kernel died, which is most often a lack of memory.\n",
-    )
+    assert status == 1
+    assert f"steps=9: {QUICK}: the kernel died, most often for lack of memory.\n" in err
     assert [row["outcome"] for row in rows(course / "out")] == ["failed", "done"]
-    assert [path.name for path in course.glob("out/*/*.ipynb")] == ["01_quick.ipynb"]
-
-
-def test_an_interrupted_sweep_leaves_no_kernel(course):
-    command = [
-        sys.executable,
-        "-m",
-        "amp_utils.course",
-        "sweep",
-        "2",
-        "--set",
-        "steps=1,2,3",
-        "--jobs",
-        "2",
-        "--out",
-        "out",
-    ]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    heed = {
-        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-    }  # also in a background job
-    process = subprocess.Popen(command, **pipes, **heed)
-    kernels = [wait_for_number(course / f"kernel.{steps}") for steps in (1, 2)]
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (130, "")
-    assert err == "Interrupted: the same command finishes what is missing.\n"
-    assert all(ended(kernel) for kernel in kernels)
-    assert not list(course.glob("out/*/02*")) and not (course / "kernel.3").exists()
-
-
-def test_a_dask_cluster_takes_the_runs(course, call):
-    def dask(program: str, *arguments: str) -> subprocess.Popen:
-        command = [
-            sys.executable,
-            "-m",
-            f"distributed.cli.dask_{program}",
-            *arguments,
-            "--no-dashboard",
-        ]
-        return subprocess.Popen(
-            command, cwd=course, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-
-    about = course / "scheduler.json"
-    processes = [
-        dask("scheduler", "--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(about))
-    ]
-    try:
-        processes += [
-            dask("worker", "--scheduler-file", str(about), "--nthreads", "1") for _ in range(2)
-        ]
-        address = wait_for_scheduler(about, workers=2)
-        status, out, err = call(f"1 --set steps=1,2,3,4 --out out --scheduler {address}")
-        assert (status, err.count("\n"), out.splitlines()[-1][:22]) == (
-            1,
-            1,
-            "3 of 4 runs are finish",
-        )
-        assert [row["loss.fp32"] for row in rows(course / "out")] == [
-            "1.0",
-            "0.5",
-            "0.3333333333333333",
-            "",
-        ]
-        assert len({entry[3] for entry in journal(course)}) == 2, "two workers"
-    finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(30)
-
-
-def test_a_cluster_of_workers_with_several_threads_is_refused(call, monkeypatch):
-    class Cluster(contextlib.nullcontext):
-        def nthreads(self) -> dict[str, int]:
-            return {"one": 1, "other": 3}
-
-    monkeypatch.setattr("distributed.Client", lambda *_, **__: Cluster())
-    status, out, err = call("1 --set steps=1 --scheduler 127.0.0.1:1")
-    assert (status, out) == (2, "")
-    assert err.startswith(
-        "The cluster has 2 workers with 4 threads: give each worker one, as dask worker "
-    )
-
-
-def wait_for_scheduler(about: Path, workers: int) -> str:
-    """Address of the Dask scheduler, once it has its workers."""
-    from distributed import Client
-
-    wait_for(about.exists)
-    with Client(scheduler_file=str(about), set_as_default=False, timeout=30) as client:
-        wait_for(lambda: len(client.nthreads()) == workers)
-        return client.scheduler.address
+    assert [path.name for path in course.glob("out/*/*.ipynb")] == [f"{QUICK}.ipynb"]
 
 
 # --- the report
 
 
+@pytest.mark.full
 def test_the_report_links_every_notebook_and_needs_no_network(course, call):
     assert call("1 --set precision=<b> --set steps=2,4 --out out --jobs 1")[0] == 1
     text = (course / "out" / "report.html").read_text()
-    pages = {unquote(address) for address in re.findall('href="([^"]*)"', text)}
-    assert len(pages) == 5 and "results.csv" in pages
-    assert all((course / "out" / address).is_file() for address in pages)
-    assert sum(address.endswith("failed.html") for address in pages) == 1
+    links = {unquote(address) for address in re.findall('<a href="([^"]*)"', text)}
+    assert len(links) == 5 and "results.csv" in links
+    assert all((course / "out" / address).is_file() for address in links)
+    assert sum(address.endswith("failed.html") for address in links) == 1
     assert "<b>" not in text and "&lt;b&gt;" in text
     titles = re.findall('alt="([^"]*)"', text)
     assert titles == ["curve by entry", "loss by steps", "recorded steps by steps"]  # not of words
     for path in [course / "out" / "report.html", *course.glob("out/*/*.html")]:
-        tags = re.findall(r"<(?!a\b)[a-z]+\b[^>]*>", path.read_text())
-        loaded = [
-            found for tag in tags for found in re.findall(r"""(?:src|href)=["']?([^"'> ]+)""", tag)
-        ]
-        assert all(address.startswith("data:") for address in loaded), f"{path} loads {loaded}"
-        assert not re.search(r"@import|url\(['\"]?(?!data:|#)|import\(", path.read_text()), (
-            f"{path} loads something"
-        )
+        text = path.read_text()
+        for tag in re.findall(r"<(?!a\b)[a-z]+\b[^>]*>", text):
+            loaded = re.findall(r"""(?:src|href)=["']?([^"'> ]+)""", tag)
+            assert all(address.startswith("data:") for address in loaded), f"{path} loads {loaded}"
+        assert not re.search(r"@import|url\(['\"]?(?!data:|#)|import\(", text), path
 
 
 def test_what_is_drawn_of_a_metric():
-    table = [
-        {
-            "precision": precision,
-            "width": width,
-            "loss": 1 / width,
-            "by.a": width,
-            "by.b": math.inf,
-            "flag": True,
-        }
-        for precision in ("fp32", "bf16")
-        for width in (64, 128)
-    ]
     names = ["precision", "width"]
-    assert report.lines(table, ["loss"], names) == (
-        "width",
-        {f"precision={name}": {64: 1 / 64, 128: 1 / 128} for name in ("fp32", "bf16")},
-    )
-    assert report.lines(table, ["by.a", "by.b"], names)[1]["a, precision=bf16"] == {
-        64: 64,
-        128: 128,
-    }
-    assert report.lines(table, ["by.b"], names)[1] == report.lines(table, ["flag"], names)[1] == {}
+    points = list(itertools.product(["fp32", "bf16"], [64, 128]))
+    table = [dict(zip(names, point, strict=True)) for point in points]
+    for row in table:
+        width = row["width"]
+        row |= {"loss": 1 / width, "by.a": width, "by.b": math.inf, "flag": True, "word": "yes"}
+    by_width = {f"precision={name}": {64: 1 / 64, 128: 1 / 128} for name in ("fp32", "bf16")}
+    assert report.lines(table, ["loss"], names) == ("width", by_width)
+    drawn = report.lines(table, ["by.a", "by.b"], names)[1]
+    assert drawn == {f"a, precision={name}": {64: 64, 128: 128} for name in ("fp32", "bf16")}
+    for column in ("by.b", "flag", "word", "none"):
+        assert report.lines(table, [column], names)[1] == {}, column
     assert report.lines(table[:1], ["loss"], names) == ("precision", {"": {"fp32": 1 / 64}})
-    assert report.lines(table[::2], ["loss"], names) == (
-        "precision",
-        {"": {"fp32": 1 / 64, "bf16": 1 / 64}},
-    )
+    by_precision = {"": {"fp32": 1 / 64, "bf16": 1 / 64}}
+    assert report.lines(table[::2], ["loss"], names) == ("precision", by_precision)
     curves = [{"steps": steps, "scale": [8, 4]} for steps in (1, 2)]
-    assert report.lines(curves, ["scale"], ["steps"]) == (
+    entries = {f"steps={steps}": {1: 8, 2: 4} for steps in (1, 2)}
+    assert report.lines(curves, ["scale"], ["steps"]) == ("entry", entries)
+    for found in [{"": {"fp32": 1.0}}, {"bf16": {1: 1e-9, 9: 1.0}, "x": {1: 1.0}}]:
+        assert report.plot("loss", "width", found)
+
+
+def test_lists_and_numbers_of_one_metric_are_drawn_apart(course, call, monkeypatch):
+    """As in lesson 13, whose dtypes hold a list of sizes beside single numbers."""
+
+    def recorded(_) -> dict:
+        return {"dtypes": {"a": {"piece": [16, 2], "scale": 512.0}, "b": {"scale": 1}}}
+
+    monkeypatch.setattr(sweep, "run_lesson", pretend)
+    monkeypatch.setattr(report.lessons, "recorded", recorded)
+    assert call("1 --set steps=1,2 --out out --jobs 1")[0] == 0
+    titles = re.findall('alt="([^"]*)"', (course / "out" / "report.html").read_text())
+    assert titles == ["dtypes by entry", "dtypes by steps"]
+    row = {"steps": 1, "dtypes.a": [1.0, 2.0], "dtypes.b": 3}
+    assert report.lines([row], ["dtypes.a", "dtypes.b"], ["steps"]) == (
         "entry",
-        {f"steps={n}": {1: 8, 2: 4} for n in (1, 2)},
+        {"a, steps=1": {1: 1.0, 2: 2.0}},
     )
-    for axis, found in [
-        ("precision", {"": {"fp32": 1.0}}),
-        ("width", {"bf16": {1: 1e-9, 9: 1.0}, "x": {1: 1.0}}),
-    ]:
-        assert report.plot("loss", axis, found).startswith('<img src="data:image/svg+xml;base64,')
 
 
 # --- one folder, one sweep
 
 
-def test_a_second_sweep_of_the_same_folder_is_refused(course, call, monkeypatch):
-    monkeypatch.setattr(sweep, "run_lesson", pretend)
+def test_a_second_sweep_of_the_same_folder_is_refused(course, call, pretended):
     (course / "out").mkdir()
-    with sweep.locked(course / "out", 0):
-        status, out, err = call("1 --set steps=1 --out out --jobs 1")
-    assert (status, out) == (2, "")
-    assert err == f"{course}/out is in use by another sweep: give another --out, or wait.\n"
+    holder = f"""
+import sys
+from filelock import FileLock
+with FileLock({str(course / "out" / sweep.LOCK)!r}):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", holder], **pipes) as process:
+        assert process.stdout.readline() == "held\n"
+        sentence = "out is in use by another sweep: give another --out, or wait.\n"
+        assert call("1 --set steps=1 --out out --jobs 1") == (2, "", sentence)
+        process.kill()  # which gives up the lock
     assert call("1 --set steps=1 --out out --jobs 1")[0] == 0
 
 
-def test_another_lesson_version_or_grid_is_noticed(course, call, monkeypatch):
-    monkeypatch.setattr(sweep, "run_lesson", pretend)
+def test_another_lesson_version_or_grid_is_noticed(course, call, pretended):
+    command = "1 --set steps=1,2 --set precision=fp32 --out out --jobs 1"
 
     def refused(arguments: str) -> str:
         status, out, err = call(f"{arguments} --out out --jobs 1")
         assert (status, out, err.count("\n")) == (2, "", 1)
-        return re.search(r"holds the sweep of another (\w+): give another --out", err)[1]
+        return re.search(r"^out holds the sweep of another (\w+): give another --out", err)[1]
 
-    assert call("1 --set steps=1,2 --set precision=fp32 --out out --jobs 1")[0] == 0
+    assert call(command)[0] == 0
     assert refused("1 --set steps=1,3 --set precision=fp32") == "grid"
     assert refused("2 --set steps=1,2 --set precision=fp32") == "lesson"
-    assert (
-        call("1 --set precision=fp32 --set steps=1,2 --out out --jobs 1")[0] == 0
-    )  # the order does not matter
-    path = course / "notebooks" / "01_quick.ipynb"
+    path = course / "notebooks" / f"{QUICK}.ipynb"
     saved = nbformat.read(path, as_version=4)
     saved.cells[-1].outputs = [v4.new_output("stream", text="executed and saved")]
     nbformat.write(saved, path)
-    assert (
-        call("1 --set steps=1,2 --set precision=fp32 --out out --jobs 1")[0] == 0
-    )  # nor do outputs
+    assert call(command)[0] == 0, "outputs do not matter"
     saved.cells[-1].source += "\n1 / 0"
     nbformat.write(saved, path)
     assert refused("1 --set steps=1,2 --set precision=fp32") == "version"
     assert len(journal(course)) == 2
+    (course / "out" / sweep.NOTE).write_text("{")
+    assert refused("1 --set steps=1,2 --set precision=fp32") == "lesson"
 
 
-def test_a_run_whose_sweep_is_gone_is_given_up(course, monkeypatch):
-    lesson, out = course / "notebooks" / "01_quick.ipynb", course / "out"
+def test_a_run_whose_sweep_is_gone_is_abandoned(course, pretended):
+    lesson, out = course / "notebooks" / f"{QUICK}.ipynb", course / "out"
     out.mkdir()
-    monkeypatch.setattr(sweep, "run_lesson", pretend)
-    with sweep.locked(out, 0):
-        for _ in range(
-            2
-        ):  # the second finds it finished, as after a killed sweep's worker that was still at it
+    with FileLock(out / sweep.LOCK):
+        for _ in range(2):  # the second finds it finished, as after a killed sweep's worker
             assert sweep.execute(lesson, out / "a", {"steps": 1}, 1) == ("a", None)
-    assert journal(course) == [["started", "a"]]
+    assert journal(course) == [["a"]]
     with pytest.raises(sweep.Abandoned):
         sweep.execute(lesson, out / "b", {"steps": 1}, 1)
-    assert (out / "a" / lesson.name).exists() and not (out / "b" / lesson.name).exists()
+    assert journal(course) == [["a"]] and not (out / "b" / lesson.name).exists()
 
 
-# --- killed at any point
+# --- interrupted and killed
 
-DRIVER = """
-import os, pathlib, random, shutil, signal, sys, time
-import nbconvert, nbformat
-from amp_utils import plots
-from amp_utils.course import sweep
-sys.path.insert(0, sys.argv[1])
+
+def start(course: Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "amp_utils.course", "--root", str(course), "sweep", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+    def heed_interrupts() -> None:  # also as a child of a background job
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return subprocess.Popen([*command, *arguments], preexec_fn=heed_interrupts, **pipes)
+
+
+@pytest.mark.full
+def test_an_interrupted_sweep_leaves_no_kernel(course):
+    process = start(course, "--set", "steps=1,2,3", "--jobs", "2", "--out", "out")
+    kernels = [wait_for_number(course / f"kernel.{steps}") for steps in (1, 2)]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=180)
+    assert (process.returncode, out) == (130, "")
+    assert "Interrupted: the same command finishes what is missing.\n" in err
+    assert "Traceback" not in err and all(map(ended, kernels))
+    assert not list(course.glob("out/*/02*")) and not (course / "kernel.3").exists()
+
+
+@pytest.mark.full
+def test_workers_of_a_killed_sweep_stop_and_the_same_command_finishes(course):
+    arguments = "--set", "steps=1,2,3", "--jobs", "2", "--out", "out"
+    process = start(course, *arguments)
+    kernels = [wait_for_number(course / f"kernel.{steps}") for steps in (1, 2)]
+    process.kill()
+    process.wait(180)
+    (course / "go").touch()  # which ends the cells under way; no worker starts another
+    assert all(map(ended, kernels))
+    process.stdout.close()
+    assert not list(course.glob("second.*")) and not (course / "kernel.3").exists()
+    assert not list(course.glob(f"out/*/{SLOW}.ipynb"))
+    out, err = start(course, *arguments).communicate(timeout=180)
+    assert out.splitlines()[-1] == "3 of 3 runs are finished: see out/report.html", err
+    assert len(list(course.glob("second.*"))) == 3
+    assert not list(course.rglob(".*.ipynb"))
+
+
+KILLED_AT_A_WRITE = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[1:3]
 import test_sweep
-real, kills, longest = sys.argv[2] == "real", int(sys.argv[4]), 0.2
-if not real:
-    sweep.run_lesson = test_sweep.pretend
-command = f"1 --set steps={sys.argv[3]} --out out --jobs {2 if real else 1}".split()
+from amp_utils.course import report, sweep
+from amp_utils.course.__main__ import main
 
-def start():
+sweep.run_lesson = test_sweep.pretend
+write_text, replace = Path.write_text, os.replace
+writes = left = 0
+log = os.open(os.devnull, os.O_WRONLY)
+
+def killed_before(change):
+    def changed(*arguments, **options):
+        global writes
+        writes += 1
+        if writes == left:
+            if change is write_text:  # half of a file is there
+                write_text(arguments[0], arguments[1][:len(arguments[1]) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return change(*arguments, **options)
+    return changed
+
+def swept(kill_at):
+    global left
     child = os.fork()
     if child == 0:
-        os.dup2(os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-        os.dup2(1, 2)
-        try:
-            sweep.main.main(command, standalone_mode=False)
-        except SystemExit as ended:
-            os._exit(ended.code)
-        os._exit(99)
-    return child
-
-def entries():
-    return len(pathlib.Path("journal").read_text()) if os.path.exists("journal") else 0
+        os.dup2(log, 1)
+        left = kill_at
+        Path.write_text, os.replace = killed_before(write_text), killed_before(replace)
+        os._exit(main(f"--root . sweep 1 --set steps=1,2 --out out-{number} --jobs 1".split()))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 def finished():
-    found = {}
-    for path in sorted(pathlib.Path("out").glob("*/01_quick.ipynb")):
-        found[path] = path.read_text()
-        assert nbformat.reads(found[path], as_version=4).metadata.papermill.duration > 0, "half a notebook"
-    return found
+    return {path: path.read_text() for path in Path(f"out-{number}").glob("*/01*.ipynb")}
 
-killed, before, stages = 0, {}, set()
-while killed < kills:
-    child = start()
-    if real:  # any time after a kernel has come to the lesson's work
-        test_sweep.wait_for(lambda count=entries(): entries() > count)
-    time.sleep(random.uniform(0, longest))
-    os.kill(child, signal.SIGKILL)
-    if os.waitpid(child, 0)[1] == signal.SIGKILL:
-        killed += 1
-    now = finished()
-    assert all(now.get(path) == text for path, text in before.items()), "a finished run was lost or repeated"
-    longest *= 1 if len(now) > len(before) else 1.2  # so that there is progress, however busy the machine is
-    stages.add(len(now))
-    before = now
-    if os.path.exists("out/report.html"):
-        shutil.rmtree("out")
-        longest, before = 0.2, {}
-status = os.waitstatus_to_exitcode(os.waitpid(start(), 0)[1])
-now = finished()
-assert all(now[path] == text for path, text in before.items()), "a finished run was lost or repeated"
-print(killed, len(stages), status)
+for number in range(1, 99):
+    if swept(kill_at=number) == 0:
+        break
+    before = finished()
+    assert swept(kill_at=-1) == 0
+    after = finished()
+    assert len(after) == 2 and before.items() <= after.items(), f"{number}: lost or repeated"
+    rows = test_sweep.rows(Path(f"out-{number}"))
+    assert [row["loss"] for row in rows] == ["1.0", "0.5"], f"{number}: {rows}"
+    assert not list(Path(f"out-{number}").rglob(".*.ipynb")), f"{number}: a partial notebook"
+print(number)
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps", "kills"), [("pretended", [*range(1, 21)], 40), ("real", [1, 2, 3], 3)]
-)
-def test_a_killed_sweep_loses_and_repeats_nothing(course, kind, steps, kills):
-    listed = ",".join(map(str, steps))
-    command = [sys.executable, "-c", DRIVER, str(Path(__file__).parent), kind, listed, str(kills)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr + (course / "log").read_text()
-    killed, stages, status = map(int, result.stdout.split())
-    assert (killed, status) == (kills, 0), (course / "log").read_text()
-    assert stages > 1, "no kill came between two runs"
-    table = rows(course / "out")
-    assert [row["steps"] for row in table] == list(map(str, steps))
-    losses = [row.get("loss.fp32") or row["loss"] for row in table]
-    assert losses == [str(1 / step) for step in steps] and {row["outcome"] for row in table} == {
-        "done"
-    }
-    assert not any(entry[0] == "repeated" for entry in journal(course))  # the pretended ones say so
-    assert not list(course.rglob(".*.ipynb"))
+@pytest.mark.full
+def test_a_sweep_killed_at_any_write_loses_and_repeats_nothing(course):
+    """With pretended runs; half of the file is written when the process dies."""
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", KILLED_AT_A_WRITE, str(here), str(here.parent)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 10 < int(done.stdout) < 98, "every write has been a kill"
+
+
+# --- on a cluster
+
+
+@pytest.mark.full
+def test_a_dask_cluster_takes_the_runs(course, call):
+    from distributed import Client
+
+    def dask(program: str, *arguments: str) -> subprocess.Popen:
+        module = f"distributed.cli.dask_{program}"
+        command = [sys.executable, "-m", module, *arguments, "--no-dashboard"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen(command, cwd=course, **quiet)
+
+    about = course / "scheduler.json"
+    file = "--scheduler-file", str(about)
+    processes = [dask("scheduler", "--host", "127.0.0.1", "--port", "0", *file)]
+    try:
+        processes += [dask("worker", *file, "--nthreads", "1") for _ in range(2)]
+        wait_for(about.exists)
+        with Client(scheduler_file=str(about), set_as_default=False, timeout=180) as client:
+            wait_for(lambda: len(client.nthreads()) == 2)
+            address = client.scheduler.address
+        status, out, err = call(f"1 --set steps=1,2,3,4 --out out --scheduler {address}")
+        last = "3 of 4 runs are finished: see out/report.html"
+        assert (status, out.splitlines()[-1]) == (1, last), err
+        losses = ["1.0", "0.5", "0.3333333333333333", ""]
+        assert [row["loss.fp32"] for row in rows(course / "out")] == losses
+        assert len({entry[2] for entry in journal(course)}) == 2, "two workers"
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(180)
+
+
+@pytest.mark.full
+def test_a_cluster_that_cannot_be_used_is_a_sentence(call, monkeypatch):
+    class Cluster(contextlib.nullcontext):
+        def nthreads(self) -> dict[str, int]:
+            return {"one": 1, "other": 3}
+
+    sentence = "No Dask scheduler answers at 'nonsense': give HOST:PORT.\n"
+    assert call("1 --set steps=1 --scheduler nonsense") == (2, "", sentence)
+    monkeypatch.setattr("distributed.Client", lambda *_, **__: Cluster())
+    status, out, err = call("1 --set steps=1 --scheduler 127.0.0.1:1")
+    cluster = "The cluster has 2 workers with 4 threads: give each worker one, as dask worker "
+    assert (status, out) == (2, "") and err.startswith(cluster)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from support.each import each
 
 from amp_utils import device
 from amp_utils.lesson import ParameterError
 
 
-@pytest.mark.parametrize(("cuda", "expected"), [(False, "cpu"), (True, "cuda")])
+@each("cuda, expected", [(False, "cpu"), (True, "cuda")])
 def test_auto_takes_cuda_where_there_is_one(monkeypatch, cuda, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     assert device.choose_device("auto") == torch.device(expected)
@@ -25,7 +26,7 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch):
         device.choose_device("cuda")
 
 
-@pytest.mark.parametrize("wrong", ["tpu", "", "CPU", 1, None])
+@each("wrong", ["tpu", "", "CPU", 1, None])
 def test_an_unknown_device_is_refused(wrong):
     with pytest.raises(
         ParameterError, match="^device = .* is not allowed: give one of 'auto', 'cpu'"

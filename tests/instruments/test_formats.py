@@ -23,12 +23,10 @@ GFLOAT = {
 NARROW = [FP16, BF16, E4M3FN, E5M2]
 BITS_DTYPE = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
-every = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-with_dtype = pytest.mark.parametrize(
-    "format", [f for f in FORMATS.values() if f.dtype], ids=lambda f: f.name
-)
+WITH_DTYPE = [f for f in FORMATS.values() if f.dtype]
+
 narrow = pytest.mark.parametrize("format", NARROW, ids=lambda f: f.name)
-in_its_own_time = settings(deadline=None)  # the machine may be busy
+any_time = settings(deadline=None, derandomize=True, database=None)  # the machine may be busy
 any_format = st.sampled_from(list(FORMATS.values()))
 
 
@@ -67,17 +65,11 @@ def awkward_floats(format) -> torch.Tensor:
 
 @narrow
 def test_every_bit_pattern_has_the_value_that_torch_gives_it(format):
-    ours = torch.tensor(
-        [format.decode(bits) for bits in range(1 << format.bits)], dtype=torch.float64
-    )
-    assert same_bits(ours, all_values(format))
-
-
-@narrow
-def test_every_value_has_the_bit_pattern_that_torch_gives_it(format):
-    for bits, value in enumerate(all_values(format).tolist()):
-        encoded = format.encode(value)
-        assert math.isnan(format.decode(encoded)) if math.isnan(value) else encoded == bits
+    ours = [format.decode(bits) for bits in range(1 << format.bits)]
+    assert same_bits(torch.tensor(ours, dtype=torch.float64), all_values(format))
+    for bits, value in enumerate(ours):
+        assert math.isnan(value) or format.encode(value) == bits
+    assert math.isnan(format.decode(format.encode(math.nan)))
 
 
 @narrow
@@ -104,28 +96,40 @@ def test_float32_rounding_agrees_with_torch():
     assert same_bits(FP64.round(x), x)
 
 
-@with_dtype
-def test_limits_are_those_of_finfo(format):
-    info = torch.finfo(format.dtype)
-    assert (format.bits, format.max) == (info.bits, info.max)
-    assert (format.smallest_normal, format.eps) == (info.smallest_normal, info.eps)
-    assert format.decode(1) == format.smallest_subnormal == format.ulp(0.0)
-    if format not in (E4M3FN, E5M2):  # torch has no nextafter for fp8
-        next_to_zero = torch.nextafter(
-            torch.zeros((), dtype=format.dtype), torch.ones((), dtype=format.dtype)
-        )
-        assert format.smallest_subnormal == next_to_zero.item()
+def test_limits_are_those_of_finfo():
+    for format in WITH_DTYPE:
+        info = torch.finfo(format.dtype)
+        limits = (format.bits, format.max, format.smallest_normal, format.eps)
+        assert limits == (info.bits, info.max, info.smallest_normal, info.eps), format
+        assert format.decode(1) == format.smallest_subnormal == format.ulp(0.0), format
+        if format not in (E4M3FN, E5M2):  # torch has no nextafter for fp8
+            zero, one = torch.tensor([0, 1], dtype=format.dtype)
+            assert format.smallest_subnormal == zero.nextafter(one).item(), format
 
 
-@pytest.mark.parametrize("dtype", [f.dtype for f in FORMATS.values() if f.dtype])
-@every
-def test_rounding_keeps_dtype_and_shape_and_leaves_its_argument_alone(format, dtype):
-    x = torch.linspace(-3, 3, 24).reshape(2, 3, 4).to(dtype)
-    before = x.clone()
-    rounded = format.round(x)
-    assert rounded.dtype == dtype and rounded.shape == x.shape and rounded is not x
-    assert torch.equal(x.double(), before.double())
-    assert torch.equal(format.round(rounded).double(), rounded.double())
+def test_rounding_keeps_dtype_and_shape_and_leaves_its_argument_alone():
+    for format in FORMATS.values():
+        for dtype in (f.dtype for f in WITH_DTYPE):
+            x = torch.linspace(-3, 3, 24).reshape(2, 3, 4).to(dtype)
+            before = x.clone()
+            rounded = format.round(x)
+            assert rounded.dtype == dtype and rounded.shape == x.shape and rounded is not x
+            assert torch.equal(x.double(), before.double())
+            assert torch.equal(format.round(rounded).double(), rounded.double())
+
+
+@narrow
+def test_rounding_all_patterns_of_each_dtype_is_exact_or_refused(format):
+    for other in NARROW:
+        values = all_values(other)
+        narrow_values, expected = values.to(other.dtype), format.round(values)
+        too_large = expected.isfinite() & (expected.abs() > other.max)
+        assert same_bits(format.round(narrow_values[~too_large]).double(), expected[~too_large])
+        assert (format, other) == (BF16, FP16) or not too_large.any(), other
+    if format is BF16:
+        with pytest.raises(ValueError, match="float16: 65408 is 65536 in bf16, give a wider"):
+            BF16.round(torch.tensor([1.0, 65408.0, math.inf]).half())
+        assert BF16.round(torch.tensor([65376.0, math.inf]).half()).tolist() == [65280, math.inf]
 
 
 def test_rounding_takes_parameters_views_and_scalars():
@@ -158,7 +162,7 @@ def test_a_tf32_pattern_is_the_upper_19_bits_of_float32():
 # ---- against gfloat, for float64 numbers too
 
 
-@in_its_own_time
+@any_time
 @given(st.sampled_from(list(GFLOAT)), st.data())
 def test_decoding_agrees_with_gfloat(format, data):
     bits = data.draw(st.integers(0, (1 << format.bits) - 1))
@@ -166,7 +170,7 @@ def test_decoding_agrees_with_gfloat(format, data):
     assert math.isnan(ours) and math.isnan(theirs) or (ours, str(ours)) == (theirs, str(theirs))
 
 
-@in_its_own_time
+@any_time
 @given(st.sampled_from(list(GFLOAT)), st.floats(allow_nan=False))
 def test_encoding_and_rounding_agree_with_gfloat(format, value):
     rounded = gfloat.round_float(GFLOAT[format], value, sat=format.finite_only)
@@ -179,7 +183,7 @@ def test_encoding_and_rounding_agree_with_gfloat(format, value):
 # ---- properties
 
 
-@in_its_own_time
+@any_time
 @given(any_format, st.floats(allow_nan=False))
 def test_tensor_and_scalar_rounding_are_one(format, value):
     ours = format.round(torch.tensor([value], dtype=torch.float64)).item()
@@ -187,7 +191,7 @@ def test_tensor_and_scalar_rounding_are_one(format, value):
     assert (ours, str(ours)) == (theirs, str(theirs))
 
 
-@in_its_own_time
+@any_time
 @given(any_format, st.data())
 def test_decode_then_encode_is_the_identity(format, data):
     bits = data.draw(st.integers(0, (1 << format.bits) - 1))
@@ -197,7 +201,7 @@ def test_decode_then_encode_is_the_identity(format, data):
     assert (sign << format.exponent_bits | exponent) << format.mantissa_bits | mantissa == bits
 
 
-@in_its_own_time
+@any_time
 @given(any_format, st.data())
 def test_ulp_leads_to_the_next_bit_pattern(format, data):
     bits = data.draw(st.integers(0, format.encode(format.max) - 1))
@@ -206,14 +210,14 @@ def test_ulp_leads_to_the_next_bit_pattern(format, data):
     assert format.ulp(-value) == format.ulp(value)
 
 
-@in_its_own_time
+@any_time
 @given(any_format, st.floats(allow_nan=False, allow_infinity=False))
 def test_rounding_errs_by_half_an_ulp_at_most(format, value):
     if abs(value) <= format.max:
         assert abs(format.decode(format.encode(value)) - value) <= format.ulp(value) / 2
 
 
-@in_its_own_time
+@any_time
 @given(any_format, st.floats(allow_nan=False), st.floats(allow_nan=False))
 def test_rounding_keeps_the_order(format, a, b):
     low, high = sorted([a, b])
@@ -230,47 +234,31 @@ def test_fp64_is_what_python_calculates_with():
 
 
 def test_facts_of_the_course():
-    assert (FP16.max, FP16.smallest_normal, FP16.smallest_subnormal) == (
-        65504.0,
-        2.0**-14,
-        2.0**-24,
-    )
-    assert FP16.decode(FP16.encode(1 + 2**-11)) == 1.0 > FP16.decode(FP16.encode(1 - 2**-11))
-    assert (
-        FP16.encode(65519.99) == FP16.encode(65504.0)
-        and FP16.decode(FP16.encode(65520.0)) == math.inf
-    )
-    assert (
-        FP16.fields(0b1_10000_1000000000) == (1, 16, 512)
-        and FP16.decode(0b1_10000_1000000000) == -3.0
-    )
-    assert (
-        E4M3FN.max
-        == 448.0
-        == E4M3FN.decode(E4M3FN.encode(math.inf))
-        == E4M3FN.decode(E4M3FN.encode(1e9))
-    )
-    assert E4M3FN.decode(E4M3FN.encode(-math.inf)) == -448.0
-    assert (
-        math.isnan(E4M3FN.decode(0x7F))
-        and math.isnan(E4M3FN.decode(0xFF))
-        and E4M3FN.encode(math.nan) == 0x7F
-    )
-    assert E5M2.max == 57344.0 and E5M2.decode(E5M2.encode(61440.0)) == math.inf
+    def rounded(format, value):
+        return format.decode(format.encode(value))
+
+    assert (FP16.max, FP16.smallest_normal) == (65504.0, 2.0**-14)
+    assert FP16.smallest_subnormal == 2.0**-24
+    assert rounded(FP16, 1 + 2**-11) == 1.0 > rounded(FP16, 1 - 2**-11)
+    assert rounded(FP16, 65519.99) == 65504.0 and rounded(FP16, 65520.0) == math.inf
+    assert FP16.fields(0b1_10000_1000000000) == (1, 16, 512)
+    assert FP16.decode(0b1_10000_1000000000) == -3.0
+    assert E4M3FN.max == 448.0 == rounded(E4M3FN, math.inf) == rounded(E4M3FN, 1e9)
+    assert rounded(E4M3FN, -math.inf) == -448.0
+    assert math.isnan(E4M3FN.decode(0x7F)) and math.isnan(E4M3FN.decode(0xFF))
+    assert E4M3FN.encode(math.nan) == 0x7F
+    assert E5M2.max == 57344.0 and rounded(E5M2, 61440.0) == math.inf
     assert FP16.ulp(2048.0) == 2.0 and FP16.ulp(2047.0) == 1.0 and FP16.ulp(70000.0) == math.inf
     assert math.isnan(FP16.ulp(math.nan)) and FP16.ulp(math.inf) == math.inf
 
 
-@pytest.mark.parametrize("key", ["fp16", torch.float16, FP16])
-def test_a_format_is_found_by_name_dtype_or_itself(key):
-    assert formats.of(key) is FP16
+def test_a_format_is_found_by_name_dtype_or_itself():
+    assert formats.of("fp16") is formats.of(torch.float16) is formats.of(FP16) is FP16
 
 
 def test_bad_input_gets_one_sentence():
     for key in ("fp12", torch.int32, None, 16):
-        with pytest.raises(
-            ValueError, match=r"^format = .* is not known: give one of 'fp64', .*\.$"
-        ):
+        with pytest.raises(ValueError, match=r"^format = .* is not known: give one of 'fp64', "):
             formats.of(key)
     with pytest.raises(
         ValueError, match="bits = 256 is no e5m2 pattern: give an int from 0 to 255"
@@ -278,7 +266,5 @@ def test_bad_input_gets_one_sentence():
         E5M2.decode(256)
     with pytest.raises(ValueError, match="bits = -1"):
         FP16.fields(-1)
-    with pytest.raises(
-        TypeError, match="tensor has dtype torch.int64: give a floating-point tensor"
-    ):
+    with pytest.raises(TypeError, match="tensor has dtype torch.int64: give a floating-point tens"):
         FP16.round(torch.arange(3))

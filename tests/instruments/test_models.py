@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from support.each import each
 
 from amp_utils import models
 
 
-@pytest.mark.parametrize("layers", [2, 3, 5])
+@each("layers", [2, 3, 5])
 def test_the_mlp_has_the_layers_asked_for(layers):
     net = models.mlp(4, 8, 2, layers)
     assert net(torch.zeros(3, 4)).shape == (3, 2)
@@ -20,7 +21,7 @@ def test_an_mlp_of_one_layer_is_refused():
         models.mlp(4, 8, 2, layers=1)
 
 
-@pytest.mark.parametrize("size", [4, 7, 40])
+@each("size", [4, 7, 40])
 def test_the_grid_holds_pixel_centres_row_by_row(size):
     grid = models.pixel_grid(size).numpy()
     centres = (np.arange(size) + 0.5) / size * 2 - 1
@@ -29,7 +30,7 @@ def test_the_grid_holds_pixel_centres_row_by_row(size):
     np.testing.assert_allclose(grid[:, 1], np.repeat(centres, size), atol=1e-6)
 
 
-@pytest.mark.parametrize(("size", "squares"), [(8, 4), (40, 4), (9, 3), (10, 4)])
+@each("size, squares", [(8, 4), (40, 4), (9, 3), (10, 4)])
 def test_the_board_alternates(size, squares):
     board = models.checkerboard(size, squares).reshape(size, size).numpy()
     expected = [

@@ -1,4 +1,4 @@
-"""Figures draw the data they are given; nbval does not compare pictures, so the data is checked here."""
+"""Figures draw the data they are given: nbval does not compare pictures, so it is checked here."""
 
 import math
 
@@ -45,6 +45,22 @@ def test_curves_hold_the_values_and_leave_gaps_for_infinities(drawn):
     assert lines[0].get_linestyle() != lines[1].get_linestyle(), (
         "to be told apart in black and white"
     )
+
+
+def test_each_curve_is_named_in_the_margin_where_it_ends_and_no_two_names_overlap(drawn):
+    falling, rising = [1.0, 0.5, 0.01], [0.01, 0.5, 1.0]
+    ends = {"fp32": falling, "bf16": falling, "up": rising, "high": [1.0], "gone": [math.nan]}
+    plots.curves(ends, title="t", xlabel="x", ylabel="y", alt="a")
+    axes = drawn[0][0].axes[0]
+    heights = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    assert sorted(heights.values()) == pytest.approx([0, 0.09, 0.18, 0.86, 0.95])
+    assert heights["fp32"] < 0.2 < 0.8 < heights["up"]
+    assert all(text.get_position()[0] > 1 for text in axes.texts) and axes.get_legend() is None
+    samples = {line.get_ydata()[0]: line for line in axes.lines[5:]}
+    for line in axes.lines[:5]:
+        sample = samples[heights[line.get_label()]]
+        assert sample.get_color() == line.get_color()
+        assert sample.get_linestyle() == line.get_linestyle()
 
 
 def test_images_show_each_picture_under_its_name(drawn):

@@ -1,6 +1,10 @@
 """Timing interleaves, warms up and waits for the device; its numbers are those of the clock."""
 
 import itertools
+import math
+import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -27,9 +31,25 @@ def test_runs_are_warmed_up_then_interleaved(log):
     assert log[:2] == ["a", "b"], "the clock does not run during the warm-up"
 
 
+@pytest.mark.parametrize(("patience", "repeats"), [(0, 2), (1, 2), (9, 4), (math.inf, 10)])
+def test_patience_ends_the_repeats_but_not_before_two(log, patience, repeats):
+    """Each look at this clock takes a second: two for a repeat, and one to see whether to go on."""
+    taken = timing.compare({"a": lambda: None}, repeats=10, patience=patience)
+    assert len(taken["a"].seconds) == len(taken["a"].cpu_seconds) == repeats
+
+
 def test_the_device_is_waited_for_before_every_reading(log):
     timing.compare({"a": lambda: log.append("a")}, repeats=1, warmup=0, device="cuda")
-    assert log == ["wait", "clock", "a", "wait", "clock"]
+    assert log[-5:] == ["wait", "clock", "a", "wait", "clock"] and log.count("wait") == 2
+
+
+def test_cpu_time_counts_work_and_children_but_no_waiting(monkeypatch):
+    monkeypatch.setattr(timing, "process_time", lambda: 5.0)
+    before = timing.cpu_clock()
+    assert timing.cpu_clock() == before, "no work, no time"
+    code = "import time\nwhile time.process_time() < 0.2: pass"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert timing.cpu_clock() - before >= 0.15, "a child's work counts"
 
 
 def test_median_spread_and_ratio():
@@ -37,6 +57,41 @@ def test_median_spread_and_ratio():
     assert (a.median, b.spread) == (4.0, 1.0)
     assert timing.ratio(a, b) == (2.0, 0.5)
     assert timing.Timing((1.0,)).spread == 0
+
+
+def exact_bootstrap(values: list[float], share: float) -> float:
+    """The `share` quantile of the bootstrap distribution of an odd sample's median, not sampled.
+
+    A resample's median is at most the k-th smallest value where more than half of its n draws are,
+    and a draw is with probability k / n.
+    """
+    n = len(values)
+    for k, value in enumerate(sorted(values), start=1):
+        more_than_half = range(n // 2 + 1, n + 1)
+        if sum(math.comb(n, j) * k**j * (n - k) ** (n - j) for j in more_than_half) >= share * n**n:
+            return value
+    raise AssertionError
+
+
+@pytest.mark.parametrize("n", [3, 5, 7, 9, 21, 51, 105])
+def test_the_interval_is_that_of_the_exact_bootstrap(n):
+    values = random.Random(n).choices(range(1000), k=n)
+    values = [value + i / 1000 for i, value in enumerate(values)]
+    low, high = timing.interval(values)
+    sampling = 0.007  # three standard errors of a share of 0.025 in 4000 resamples
+    for end, share in ((low, 0.025), (high, 0.975)):
+        least, most = (exact_bootstrap(values, share + d) - 1e-9 for d in (-sampling, sampling))
+        assert least <= end <= most + 2e-9
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says_and_never_changes():
+    draw = random.Random(0)
+    samples = [[draw.lognormvariate(0, 1) for _ in range(15)] for _ in range(200)]
+    intervals = [timing.interval(sample, resamples=1000) for sample in samples]
+    share = sum(low <= 1 <= high for low, high in intervals) / len(intervals)
+    assert 0.9 <= share < 1
+    assert timing.interval(samples[0]) == timing.interval(samples[0])
+    assert timing.interval([2.0, 1.0, 4.0]) == (1.0, 4.0), "three values: their range"
 
 
 @pytest.mark.parametrize(

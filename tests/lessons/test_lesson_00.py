@@ -3,18 +3,13 @@
 import itertools
 import math
 
-import nbformat
 import numpy as np
 import pytest
 import torch
 
 from amp_utils.course import ROOT
-from amp_utils.course.notebook import load
+from amp_utils.course.notebook import load, read
 
-CELLS = {
-    cell.id: cell.source
-    for cell in nbformat.read(ROOT / "notebooks" / "00_start_here.ipynb", 4).cells
-}
 # What the questions ask, worked out without torch.
 TRUTH = {
     "A1": 2 * 3.0,
@@ -32,84 +27,72 @@ def lesson():
     return load("00")
 
 
+@pytest.fixture(scope="module")
+def sources():
+    """The cells' sources by the ids of the cells."""
+    return {cell.id: cell.source for cell in read(ROOT / "notebooks/00_start_here.ipynb").cells}
+
+
 def test_torch_gives_the_answers_that_can_be_worked_out(lesson):
     assert lesson.ask_torch() == TRUTH
 
 
-def test_the_answers_cell_is_empty_and_asks_for_each_of_them():
+def test_the_answers_cell_is_empty_and_asks_for_each_of_them(sources):
     namespace = {}
-    exec(CELLS[ANSWERS], namespace)
+    exec(sources[ANSWERS], namespace)
     assert namespace["answers"] == dict.fromkeys(TRUTH)
-    assert all(
-        line.rstrip().endswith(("?", "(2, 5)"))
-        for line in CELLS[ANSWERS].splitlines()
-        if "None" in line
-    )
+    for line in sources[ANSWERS].splitlines():
+        assert "None" not in line or line.rstrip().endswith(("?", "(2, 5)"))
 
 
 def expected(missed: list[str]) -> str:
     if not missed:
         return "5 of 5 right. You know PyTorch: enter at lesson 1."
     if len(missed) == 1:
-        return f"4 of 5 right. You know PyTorch: enter at lesson 1, and look into {missed[0]} on the way."
-    return f"{5 - len(missed)} of 5 right. New to PyTorch: enter at A1. Mind {', '.join(missed)}, skim the rest."
+        where = f"enter at lesson 1, and look into {missed[0]} on the way."
+        return f"4 of 5 right. You know PyTorch: {where}"
+    right = f"{5 - len(missed)} of 5 right. New to PyTorch: enter at A1."
+    return f"{right} Mind {', '.join(missed)}, skim the rest."
 
 
-@pytest.mark.parametrize("right", list(itertools.product([True, False, None], repeat=5)))
-def test_every_combination_of_right_wrong_and_unknown_gets_its_entrance(lesson, right):
+def test_every_combination_of_right_wrong_and_unknown_gets_its_entrance(lesson):
     choice = {True: TRUTH, False: WRONG, None: dict.fromkeys(TRUTH)}
-    said = lesson.entrance(
-        {name: choice[r][name] for name, r in zip(TRUTH, right, strict=True)}, TRUTH
-    )
-    if right == (None,) * 5:
-        assert said.startswith("✎ no answers yet")
-    else:
-        assert said == expected([name for name, r in zip(TRUTH, right, strict=True) if not r])
+    for right in itertools.product([True, False, None], repeat=5):
+        given = {name: choice[r][name] for name, r in zip(TRUTH, right, strict=True)}
+        said = lesson.entrance(given, TRUTH)
+        if right == (None,) * 5:
+            assert said.startswith("✎ no answers yet")
+        else:
+            missed = [name for name, r in zip(TRUTH, right, strict=True) if not r]
+            assert said == expected(missed), f"answers: {given}"
 
 
-@pytest.mark.parametrize("right", list(itertools.product([True, False], repeat=5)))
-def test_the_cells_run_again_with_every_combination_filled_in(right, capsys):
-    filled = CELLS[ANSWERS]
-    for name, r in zip(TRUTH, right, strict=True):
-        filled = filled.replace(f'"{name}": None', f'"{name}": {(TRUTH if r else WRONG)[name]!r}')
+@pytest.mark.parametrize("missed", [[], ["A4"], ["A1", "A6"], list(TRUTH)], ids=len)
+def test_the_cells_run_again_with_answers_filled_in(sources, missed, capsys):
+    filled = sources[ANSWERS]
+    for name in TRUTH:
+        answer = WRONG[name] if name in missed else TRUTH[name]
+        filled = filled.replace(f'"{name}": None', f'"{name}": {answer!r}')
     namespace = {"torch": torch, "nn": torch.nn, "DataLoader": torch.utils.data.DataLoader}
-    for source in (filled, *(CELLS[f"c00-{n}"] for n in (33, 38, 34, 35))):
+    for source in (filled, *(sources[f"c00-{n}"] for n in (33, 38, 34, 35))):
         exec(source, namespace)
-    assert (
-        capsys.readouterr().out
-        == expected([n for n, r in zip(TRUTH, right, strict=True) if not r]) + "\n"
-    )
+    assert capsys.readouterr().out == expected(missed) + "\n"
 
 
-@pytest.mark.parametrize("same", [[4, 3], torch.Size([4, 3]), (4, 3)])
-def test_a_shape_may_be_written_in_any_usual_way(lesson, same):
-    assert lesson.entrance({**TRUTH, "A3": same}, TRUTH) == expected([])
+def test_an_answer_may_be_written_in_any_usual_way(lesson):
+    for name, same in (
+        ("A3", [[4, 3], torch.Size([4, 3]), (4, 3)]),
+        ("A1", [6, 6.0, torch.tensor(6.0), torch.tensor([6])]),
+    ):
+        for answer in same:
+            assert lesson.entrance({**TRUTH, name: answer}, TRUTH) == expected([]), answer
 
 
-@pytest.mark.parametrize("same", [6, 6.0, torch.tensor(6.0), torch.tensor([6])])
-def test_a_number_may_be_written_as_torch_prints_it(lesson, same):
-    assert lesson.entrance({**TRUTH, "A1": same}, TRUTH) == expected([])
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        "6",
-        "",
-        "no idea",
-        math.nan,
-        [],
-        torch.ones(2),
-        np.ones(3),
-        {},
-        print,
-        [[4], 3],
-        (torch.ones(2), 3),
-    ],
-)
-@pytest.mark.parametrize("name", TRUTH)
-def test_an_odd_answer_is_wrong_and_stops_nothing(lesson, name, odd):
-    assert lesson.entrance({**TRUTH, name: odd}, TRUTH) == expected([name])
+def test_an_odd_answer_is_wrong_and_stops_nothing(lesson):
+    odd = ["6", "", "no idea", math.nan, [], torch.ones(2), np.ones(3), {}, print]
+    for name, answer in itertools.product(TRUTH, [*odd, [[4], 3], (torch.ones(2), 3)]):
+        said = lesson.entrance({**TRUTH, name: answer}, TRUTH)
+        assert said == expected([name]), f"{name}: {answer!r}"
 
 
 def test_a_missing_answer_is_one_that_is_not_known(lesson):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.each import each
 from torch.autograd import gradcheck
 
 from amp_utils.course.notebook import load
@@ -38,7 +39,7 @@ def test_only_the_decorated_product_survives_autocast(lesson, matrices):
     assert lesson.survives_autocast(lesson.AmpProduct.apply, *matrices)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_decorated_gradients_are_those_of_torch_under_autocast(lesson, seed):
     torch.manual_seed(seed)
     inputs = [torch.randn(shape, requires_grad=True) for shape in ((5, 3), (3, 2))]
@@ -50,7 +51,7 @@ def test_decorated_gradients_are_those_of_torch_under_autocast(lesson, seed):
         assert ours_one.dtype == torch.float32
 
 
-@pytest.mark.parametrize("devices", [("cpu", None), (None, "cpu"), ("cuda", "cuda"), (None, None)])
+@each("devices", [("cpu", None), (None, "cpu"), ("cuda", "cuda"), (None, None)])
 def test_half_decorated_products_fail(lesson, matrices, devices):
     with pytest.raises((RuntimeError, AttributeError)):
         lesson.gradients_of(lesson.decorated(*devices).apply, *matrices)
@@ -124,7 +125,7 @@ def test_in_float32_changes_low_tensors_only(lesson):
     assert seen[4:] == ["text", False]
 
 
-@pytest.mark.parametrize("size", [1.0, 100.0, 10_000.0])
+@each("size", [1.0, 100.0, 10_000.0])
 def test_log_sum_exp_is_torchs_in_float32(lesson, size):
     x = (
         (size * torch.randn(6, 5, generator=torch.Generator().manual_seed(1)))

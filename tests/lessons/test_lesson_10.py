@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.each import each
 from torch import nn
 
 from amp_utils import models
@@ -15,10 +16,8 @@ def lesson():
     return notebook.load("10", device=CPU, on_gpu=False, seed=0, lr=1.0, layers=3, width=16)
 
 
-@pytest.mark.parametrize("amp", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("batch", "width", "layers"), [(8, 16, 2), (8, 16, 3), (3, 40, 3), (50, 8, 5)]
-)
+@each("amp", [False, True])
+@each("batch, width, layers", [(8, 16, 2), (8, 16, 3), (3, 40, 3), (50, 8, 5)])
 def test_the_predicted_bytes_are_those_that_autograd_keeps(lesson, batch, width, layers, amp):
     net, x = models.mlp(width, width, width, layers), torch.randn(batch, width)
     found = lesson.saved(net, x, torch.zeros_like(x), torch.bfloat16 if amp else None)
@@ -36,7 +35,7 @@ def test_a_cast_of_a_parameter_is_told_from_a_cast_of_data(lesson):
     assert not lesson.is_cast_of_parameter((weight * 2).bfloat16())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@each("precision", ["fp32", "bf16"])
 def test_the_loop_is_sgd(lesson, precision):
     """One step of the lesson's loop against the update written out by hand."""
     net, optimizer, scaler = lesson.new_lane(precision)
@@ -95,9 +94,7 @@ def test_the_low_precision_switch_is_put_back(lesson):
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "multiple"), [(13, 8, 8), (8, 3, 8), (5, 5, 4), (16, 16, 8)]
-)
+@each("inputs, outputs, multiple", [(13, 8, 8), (8, 3, 8), (5, 5, 4), (16, 16, 8)])
 def test_padding_computes_the_same(lesson, inputs, outputs, multiple):
     linear = nn.Linear(inputs, outputs)
     wide = lesson.padded(linear, multiple)

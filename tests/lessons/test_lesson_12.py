@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.each import each
 
 from amp_utils import models
 from amp_utils.course.notebook import load
@@ -21,7 +22,7 @@ def lesson():
     return load("12", **given, pixels=pixels, target=target, steps=3)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@each("precision", ["fp32", "bf16", "fp16"])
 def test_painting_learns_in_every_precision(lesson, precision):
     result = lesson.paint(precision, 40)
     assert len(result["losses"]) == 40 and result["losses"][-1] < 0.7 * result["losses"][0]

@@ -1,7 +1,6 @@
-"""The functions that lesson 13 defines, and the processes that it starts: none outlives its launch."""
+"""The functions that lesson 13 defines. No process that it starts outlives its launch."""
 
 import ast
-import contextlib
 import inspect
 import math
 import os
@@ -9,16 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
-import nbformat
 import pytest
 import torch
+from support.each import each
+from support.processes import LIMIT, ended, patience, runs, wait_for_text
 from torch import nn
 
 from amp_utils.course import ROOT
-from amp_utils.course.notebook import load
+from amp_utils.course.notebook import cells, load
 
 CPU = torch.device("cpu")
 WAIT = """
@@ -52,13 +52,11 @@ def lesson():
 
 
 class SourceOfNotebook:
-    """Stands for the module inspect, which finds the source of a notebook's functions in a kernel only."""
+    """Stands for the module inspect, which finds a notebook's functions in a kernel only."""
 
     def getsource(self, function) -> str:
-        for cell in nbformat.read(
-            ROOT / "notebooks" / "13_data_parallel.ipynb", as_version=4
-        ).cells:
-            if cell.cell_type == "code" and f"def {function.__name__}(" in cell.source:
+        for cell in cells(ROOT / "notebooks" / "13_data_parallel.ipynb"):
+            if cell.is_code and f"def {function.__name__}(" in cell.source:
                 for node in ast.parse(cell.source).body:
                     if isinstance(node, ast.FunctionDef) and node.name == function.__name__:
                         return ast.get_source_segment(cell.source, node)
@@ -68,7 +66,7 @@ class SourceOfNotebook:
 # Threads
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each("dtype", [torch.float16, torch.bfloat16])
 def test_only_autocast_in_forward_reaches_a_thread(lesson, dtype):
     layer, x = nn.Linear(4, 4), torch.ones(2, 4)
     with torch.autocast("cpu", dtype=dtype):
@@ -86,9 +84,8 @@ def test_dataparallel_hands_on_the_switch_and_not_the_dtype(lesson):
     for dtype in (torch.float16, torch.bfloat16):
         with torch.autocast("cpu", dtype=dtype):
             outputs = lesson.data_parallel(layer, x)
-            assert [y.dtype for y in outputs] == [
-                torch.bfloat16
-            ] * 2  # the CPU's default, whatever was asked for
+            # the CPU's default, whatever was asked for
+            assert [y.dtype for y in outputs] == [torch.bfloat16] * 2
             assert torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == dtype
         assert not torch.is_autocast_enabled("cuda")
     assert torch.equal(outputs[0], outputs[1])
@@ -108,7 +105,7 @@ def test_threads_share_the_cache_of_cast_weights(lesson):
             lesson.in_threads(in_bf16, 1)
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+@each("enabled", [True, False])
 def test_carry_takes_the_state_of_the_caller(lesson, enabled):
     with torch.autocast("cpu", dtype=torch.float16, enabled=enabled):
         carried = lesson.carry(
@@ -149,7 +146,7 @@ def test_the_bad_sample_belongs_to_the_last_rank_and_costs_one_step(lesson):
     assert story["weights"].isfinite().all() and set(story["output"]) == {"torch.float16"}
 
 
-@pytest.mark.parametrize(("total", "ranks"), [(7, 2), (240, 4), (5, 5), (3, 4)])
+@each("total, ranks", [(7, 2), (240, 4), (5, 5), (3, 4)])
 def test_rank_loss_averages_to_the_mean_and_its_gradient(lesson, total, ranks):
     errors = torch.rand(total, requires_grad=True)
     sum(lesson.rank_loss(errors[rank::ranks], total, ranks) for rank in range(ranks)).div(
@@ -168,60 +165,19 @@ RuntimeError: Connection closed by peer
     assert lesson.last_words("a warning\n") == "no reason was given."
 
 
-def test_a_rank_that_is_killed_is_named_by_its_signal(lesson):
-    with pytest.raises(RuntimeError, match=r"^Signal 11 \(SIGSEGV\)$"):
-        lesson.launch("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", 2, 60)
-
-
 # Processes
 
 
 def processes(folder: Path, ranks: int = 2) -> set[int]:
     """Process ids of the ranks and of torchrun, as soon as each rank has written them down."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        notes = [folder / str(rank) for rank in range(ranks)]
-        if all(note.exists() for note in notes):
-            return {int(number) for note in notes for number in note.read_text().split()}
-        time.sleep(0.05)
-    raise AssertionError("the ranks did not start within a minute")
-
-
-def alive(process_ids: set[int], seconds: float = 10) -> set[int]:
-    """Which of these processes still run after so many seconds; comes back at once when all have ended."""
-    for _ in range(int(10 * seconds)):
-        process_ids = {number for number in process_ids if runs(number)}
-        if not process_ids:
-            break
-        time.sleep(0.1)
-    return process_ids
-
-
-def runs(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    status = Path(
-        f"/proc/{process_id}/stat"
-    )  # one that has ended and waits for its parent is no process any more
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return status.read_text().rpartition(")")[2].split()[0] != "Z"
-    return status.parent.parent.joinpath("self").exists() is False
+    notes = [wait_for_text(folder / str(rank)) for rank in range(ranks)]
+    return {int(number) for note in notes for number in note.split()}
 
 
 @pytest.fixture(autouse=True)
-def patience():
-    """A launch that waits for a process which should be gone fails its test instead of waiting for ever."""
-
-    def give_up(*_) -> None:
-        raise AssertionError("nothing has come to an end for three minutes")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(180)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+def no_launch_hangs():
+    with patience():
+        yield
 
 
 @pytest.fixture
@@ -241,19 +197,34 @@ def test_a_rank_that_fails_ends_the_launch_with_its_reason(lesson, tmp_path, tem
     )
     with pytest.raises(RuntimeError, match="KeyError: 'lost'"):
         lesson.launch(fail.format(folder=str(tmp_path)) + "time.sleep(600)", 2, 300)
-    assert not alive(processes(tmp_path)) and not list(temporary.iterdir())
+    assert ended(*processes(tmp_path)) and not list(temporary.iterdir())
     assert "hello" in capsys.readouterr().out
 
 
+@pytest.mark.full
+def test_a_rank_that_is_killed_is_named_by_its_signal(lesson):
+    with pytest.raises(RuntimeError, match=r"^Signal 11 \(SIGSEGV\)$"):
+        lesson.launch("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", 2, 60)
+
+
+@pytest.mark.full
 def test_a_launch_that_takes_too_long_is_ended(lesson, tmp_path, temporary):
-    begin = time.monotonic()
-    with pytest.raises(TimeoutError, match="stopped after 4 seconds"):
-        lesson.launch(WAIT.format(folder=str(tmp_path)), 2, 4)
-    assert time.monotonic() - begin < 60
-    left = {int(number) for note in tmp_path.glob("[01]") for number in note.read_text().split()}
-    assert not alive(left) and not list(temporary.iterdir())
+    class OnceStarted(threading.Thread):
+        """Stands for threading.Timer: its time is up when the ranks are at work."""
+
+        def __init__(self, seconds, function):
+            super().__init__(target=lambda: (processes(tmp_path), function()), daemon=True)
+
+        def cancel(self) -> None:
+            pass
+
+    vars(lesson)["threading"] = SimpleNamespace(Timer=OnceStarted)
+    with pytest.raises(TimeoutError, match="stopped after 0 seconds"):
+        lesson.launch(WAIT.format(folder=str(tmp_path)), 2, 0)
+    assert ended(*processes(tmp_path)) and not list(temporary.iterdir())
 
 
+@pytest.mark.full
 def test_an_interrupt_ends_every_process(lesson, tmp_path, temporary):
     started: set[int] = set()
 
@@ -268,25 +239,24 @@ def test_an_interrupt_ends_every_process(lesson, tmp_path, temporary):
             lesson.launch(WAIT.format(folder=str(tmp_path)), 2, 300)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert len(started) == 3 and not alive(started) and not list(temporary.iterdir())
+    assert len(started) == 3 and ended(*started) and not list(temporary.iterdir())
 
 
+@pytest.mark.full
 def test_a_killed_kernel_takes_its_ranks_along(tmp_path):
-    child = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); from amp_utils.course.notebook import load\n"
-        f"load('13').launch({WAIT.format(folder=str(tmp_path))!r}, 2, 300)"
-    )
-    kernel = subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+    launch = f"load('13').launch({WAIT.format(folder=str(tmp_path))!r}, 2, {LIMIT})"
+    code = f"from amp_utils.course.notebook import load\n{launch}"
+    kernel = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
     started = processes(tmp_path)
-    assert len(started) == 3 and alive(started, 0.1) == started
+    assert len(started) == 3 and all(map(runs, started))
     kernel.kill()
     kernel.wait()
-    assert not alive(started, 20)
+    assert ended(*started)
 
 
 @pytest.fixture
 def nameless(tmp_path, monkeypatch) -> None:
-    """Python programs started from here see a host name that does not resolve; skips where that is not allowed."""
+    """Programs started from here see a host name that does not resolve; skips where not allowed."""
     words = (
         "unshare --user --map-root-user --uts sh -c 'hostname nowhere.invalid && exec \"$@\"' sh"
     )
@@ -298,6 +268,7 @@ def nameless(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "executable", str(python))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and makes a namespace")
 def test_three_ranks_without_a_network_train_as_one_process_does(lesson, nameless, capsys):
     settings = 'backend = "gloo"\nseed = 0\nsteps = 12\noverflow_step = 5'

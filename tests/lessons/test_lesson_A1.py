@@ -1,17 +1,17 @@
-"""The functions that appendix A1 defines: its fits against least squares and NumPy, its derivatives against algebra."""
+"""The functions that appendix A1 defines, against least squares, NumPy and algebra."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
 
 from amp_utils.course.notebook import load
 
 CPU = torch.device("cpu")
-ADMIT = load("A1", device=CPU).admit
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_the_history_has_one_row_a_step_and_they_differ(lesson):
     assert history.shape == (20, 3) and len(history.unique(dim=0)) == 20
 
 
-@pytest.mark.parametrize("seed", [0, 11, 12])
+@each("seed", [0, 11, 12])
 def test_good_units_reach_the_truth_in_a_thousand_steps(lesson, seed):
     assert (lesson.fit(seed, 1000, x_unit=10, y_unit=500)[-1] - lesson.TRUTH).abs().max() < 0.01
 
@@ -45,9 +45,7 @@ def test_four_thousand_steps_reach_it_without(lesson):
     assert (lesson.fit(7, 4000)[-1] - lesson.TRUTH).abs().max() < 0.01
 
 
-@pytest.mark.parametrize(
-    ("dtype", "quadratic", "intercept"), [("float16", 0.005, 0.1), ("bfloat16", 0.04, 0.5)]
-)
+@each("dtype, quadratic, intercept", [("float16", 0.005, 0.1), ("bfloat16", 0.04, 0.5)])
 def test_autocast_reaches_it_within_its_digits(lesson, dtype, quadratic, intercept):
     fitted = lesson.fit_amp(9, 1000, getattr(torch, dtype)) * torch.tensor([5.0, 50.0, 500.0])
     error = (fitted - lesson.TRUTH).abs()
@@ -55,7 +53,7 @@ def test_autocast_reaches_it_within_its_digits(lesson, dtype, quadratic, interce
     assert error.max() > 1e-4  # the product did run in 16 bits
 
 
-@pytest.mark.parametrize("x_unit", [1, 3, 10])
+@each("x_unit", [1, 3, 10])
 def test_curvatures_are_the_squared_singular_values(lesson, x_unit):
     columns = np.vander(np.linspace(-10, 10, 1001) / x_unit, 3)
     expected = 2 * np.linalg.svd(columns, compute_uv=False) ** 2 / len(columns)
@@ -68,41 +66,38 @@ def test_refused_gives_the_reason_and_fails_where_there_is_none(lesson):
         lesson.refused(lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("array", "yes"), [(np.ones(2), True), (np.ones(2)[::-1], False), (np.array([None]), False)]
-)
+@each("array, yes", [(np.ones(2), True), (np.ones(2)[::-1], False), (np.array([None]), False)])
 def test_crosses_says_what_torch_takes(lesson, array, yes, capsys):
     assert lesson.crosses(array) is yes
     assert bool(capsys.readouterr().out) is not yes
 
 
-@pytest.mark.parametrize(
-    ("f", "truth"),
+@each(
+    "f, truth",
     [
         (torch.exp, math.exp),
         (torch.cos, lambda x: -math.sin(x)),
         (lambda x: -(x * x), lambda x: -2 * x),
     ],
 )
-@pytest.mark.parametrize("x", [-1.5, 0, 2])
+@each("x", [-1.5, 0, 2])
 def test_derivative_of_agrees_with_algebra(lesson, f, truth, x):
     assert lesson.derivative_of(f, x) == pytest.approx(truth(x), abs=1e-6)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(-1000, 1000), min_size=1),
     st.sampled_from(["int8", "int64", "float16", "float64", "bool"]),
 )
-def test_admit_keeps_the_values_and_shares_nothing(values, dtype):
+def test_admit_keeps_the_values_and_shares_nothing(lesson, values, dtype):
     array = np.array(values).astype(dtype)[::-1]
-    tensor = ADMIT(array)
+    tensor = lesson.admit(array)
     assert tensor.dtype == torch.float32 and tensor.tolist() == array.astype(np.float32).tolist()
     array[:] = ~array if dtype == "bool" else array + 1
     assert tensor.tolist() != array.astype(np.float32).tolist()
 
 
-@pytest.mark.parametrize(("lr", "steps"), [(0.1, 1), (0.3, 5), (0.9, 12)])
+@each("lr, steps", [(0.1, 1), (0.3, 5), (0.9, 12)])
 def test_minimum_goes_the_way_of_the_formula(lesson, lr, steps):
     expected = 3 + (10 - 3) * (1 - 2 * lr) ** steps
     assert lesson.minimum(lambda x: (x - 3) ** 2, 10, lr, steps) == pytest.approx(

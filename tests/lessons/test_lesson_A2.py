@@ -1,8 +1,9 @@
-"""The modules and training loops that appendix A2 defines, against NumPy's least squares and torch's own modules."""
+"""The modules and training loops that appendix A2 defines, against NumPy and torch."""
 
 import numpy as np
 import pytest
 import torch
+from support.each import each
 from torch import nn
 
 from amp_utils.course.notebook import load
@@ -58,7 +59,7 @@ def test_autocast_ends_near_it_and_keeps_float32_weights(lesson):
     assert model.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each("dtype", [torch.float16, torch.bfloat16])
 def test_weights_in_16_bits_come_to_rest_too_early(lesson, dtype):
     slopes = lesson.train_pure(dtype, 1500)
     assert len(set(slopes[-500:])) == 1 and slopes[-1] < 4.5
@@ -70,15 +71,13 @@ def test_float32_weights_do_not(lesson):
     assert len(set(slopes[-500:])) == 500
 
 
-@pytest.mark.parametrize(
-    "model", [nn.Linear(3, 7), nn.LayerNorm(5).double(), nn.Conv2d(2, 4, 3).half()]
-)
+@each("model", [nn.Linear(3, 7), nn.LayerNorm(5).double(), nn.Conv2d(2, 4, 3).half()])
 def test_size_counts_numbers_and_bytes(lesson, model):
     arrays = [p.detach().numpy() for p in model.parameters()]
     assert lesson.size(model) == (sum(a.size for a in arrays), sum(a.nbytes for a in arrays))
 
 
-@pytest.mark.parametrize("degree", [0, 1, 4])
+@each("degree", [0, 1, 4])
 def test_polynomial_is_numpys_and_can_be_trained(lesson, degree):
     model = lesson.Polynomial(degree)
     values = torch.linspace(-1, 2, degree + 1)

@@ -1,88 +1,93 @@
-"""The functions that appendix A3 defines, against torch's own broadcasting, distances and gradients."""
+"""The functions that appendix A3 defines, against torch's broadcasting and gradients."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.each import each
 from torch import nn
 
 from amp_utils.course.notebook import load
 
 X = torch.linspace(-1, 1, 64).unsqueeze(1)
-LESSON = load("A3", device=torch.device("cpu"), x=X, seed=5, steps=300)
 SHAPES = st.lists(st.integers(0, 3), max_size=4).map(tuple)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (5, 3, 5, 6, 10), (2, 7, 8, 1, 3)])
-def test_merge_is_tile_and_concat_once_the_weights_are_shared(sizes):
+@pytest.fixture(scope="module")
+def lesson():
+    return load("A3", device=torch.device("cpu"), x=X, seed=5, steps=300)
+
+
+@each("sizes", [(1, 1, 1, 1, 1), (5, 3, 5, 6, 10), (2, 7, 8, 1, 3)])
+def test_merge_is_tile_and_concat_once_the_weights_are_shared(lesson, sizes):
     n, length, a_features, b_features, out = sizes
     torch.manual_seed(0)
     a, b = torch.randn(n, length, a_features), torch.randn(n, 1, b_features)
     joint, merge = (
         nn.Linear(a_features + b_features, out),
-        LESSON.Merge(a_features, b_features, out),
+        lesson.Merge(a_features, b_features, out),
     )
     expected = (
         torch.einsum("nlf,of->nlo", torch.cat([a, b.expand(n, length, -1)], 2), joint.weight)
         + joint.bias
     )
-    torch.testing.assert_close(LESSON.tile_and_concat(joint, a, b), expected.clamp(min=0))
+    torch.testing.assert_close(lesson.tile_and_concat(joint, a, b), expected.clamp(min=0))
     before = merge(a, b)
-    LESSON.share(joint, merge)
+    lesson.share(joint, merge)
     torch.testing.assert_close(merge(a, b), expected.clamp(min=0))
     assert out == 1 or not torch.allclose(before, merge(a, b))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_missing_dimension_makes_the_fit_learn_the_mean(monkeypatch, seed):
-    monkeypatch.setattr(LESSON, "seed", seed)
+@each("seed", range(2))
+def test_a_missing_dimension_makes_the_fit_learn_the_mean(lesson, monkeypatch, seed):
+    monkeypatch.setattr(lesson, "seed", seed)
     y = (5 * X + 3).squeeze(1)
-    wrong, wrong_losses = LESSON.fit_line(y)
-    right, right_losses = LESSON.fit_line(y.unsqueeze(1))
+    wrong, wrong_losses = lesson.fit_line(y)
+    right, right_losses = lesson.fit_line(y.unsqueeze(1))
     assert abs(wrong.weight.item()) < 0.2 and abs(wrong.bias.item() - 3) < 0.2
     assert wrong_losses[-1] == pytest.approx(y.var(unbiased=False).item(), rel=0.05)
     assert abs(right.weight.item() - 5) < 0.2 and right_losses[-1] < 0.02
 
 
-def test_squared_error_is_mse_loss_and_wants_one_shape():
+def test_squared_error_is_mse_loss_and_wants_one_shape(lesson):
     a, b = torch.randn(4, 2), torch.randn(4, 2)
-    torch.testing.assert_close(LESSON.squared_error(a, b), nn.functional.mse_loss(a, b))
+    torch.testing.assert_close(lesson.squared_error(a, b), nn.functional.mse_loss(a, b))
     with pytest.raises(ValueError, match=r"\[4, 2\] and \[2\] differ"):
-        LESSON.squared_error(a, b[0])
+        lesson.squared_error(a, b[0])
 
 
-def test_the_comparison_of_speed_gives_a_ratio():
-    assert LESSON.tiled_over_merged(2, 3, (4, 5, 6)) > 0
+def test_the_comparison_of_speed_gives_a_ratio(lesson):
+    assert lesson.tiled_over_merged(2, 3, (4, 5, 6)) > 0
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(SHAPES, SHAPES)
-def test_matched_is_torchs_rule(first, second):
+def test_matched_is_torchs_rule(lesson, first, second):
     try:
         expected = tuple(torch.broadcast_shapes(first, second))
     except RuntimeError:
         with pytest.raises(ValueError):
-            LESSON.matched(first, second)
+            lesson.matched(first, second)
     else:
-        assert LESSON.matched(first, second) == expected
+        assert lesson.matched(first, second) == expected
 
 
-@pytest.mark.parametrize(("n", "m", "d"), [(1, 1, 1), (5, 3, 2), (3, 3, 3)])
-def test_distances_are_torchs(n, m, d):
+@each("n, m, d", [(1, 1, 1), (5, 3, 2), (3, 3, 3)])
+def test_distances_are_torchs(lesson, n, m, d):
     generator = torch.Generator().manual_seed(n)
     a, b = torch.randn(n, d, generator=generator), torch.randn(m, d, generator=generator)
     torch.testing.assert_close(
-        LESSON.distances(a, b), torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
+        lesson.distances(a, b), torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 3), max_size=4), st.data())
-def test_unbroadcast_is_autograds_way_back(full, data):
+def test_unbroadcast_is_autograds_way_back(lesson, full, data):
     kept = full[data.draw(st.integers(0, len(full))) :]
     shape = [data.draw(st.sampled_from([1, size])) for size in kept]
     small = torch.zeros(shape, requires_grad=True)
     gradient = torch.arange(float(torch.Size(full).numel())).reshape(full)
     small.expand(full).backward(gradient)
-    result = LESSON.unbroadcast(gradient.half(), tuple(shape))
+    result = lesson.unbroadcast(gradient.half(), tuple(shape))
     assert result.dtype == torch.float32 and result.equal(small.grad)

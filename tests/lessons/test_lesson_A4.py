@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.each import each
 
 from amp_utils.course.notebook import load
 
@@ -27,7 +28,7 @@ def test_outcome_names_the_operation_or_refuses(lesson):
     assert lesson.outcome(lambda x, y: ~x, torch.float32) == ("", "–")
 
 
-@pytest.mark.parametrize("symbol", ["^", "&", "|"])
+@each("symbol", ["^", "&", "|"])
 def test_the_bit_operators_are_those_of_python(symbol):
     numbers = range(-4, 9)
     for a in numbers:
@@ -36,14 +37,14 @@ def test_the_bit_operators_are_those_of_python(symbol):
             assert eval(f"(x {symbol} y).item() == (a {symbol} b)", scope)
 
 
-@pytest.mark.parametrize("a", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32])
-@pytest.mark.parametrize("b", [torch.bool, torch.int8, torch.int32, torch.float16, torch.bfloat16])
+@each("a", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32])
+@each("b", [torch.bool, torch.int8, torch.int32, torch.float16, torch.bfloat16])
 def test_added_is_torchs_promotion(lesson, a, b):
     assert lesson.added(a, b) == torch.promote_types(a, b) == lesson.added(b, a)
 
 
-@pytest.mark.parametrize("way", ["by_slicing", "by_unbind", "by_sum"])
-@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (500, 10)])
+@each("way", ["by_slicing", "by_unbind", "by_sum"])
+@each("shape", [(1, 1), (7, 3), (500, 10)])
 def test_the_three_sums_agree_with_numpy(lesson, way, shape):
     data = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     np.testing.assert_allclose(
@@ -51,7 +52,7 @@ def test_the_three_sums_agree_with_numpy(lesson, way, shape):
     )
 
 
-@pytest.mark.parametrize("rows", [50, 500])
+@each("rows", [50, 500])
 def test_the_number_of_operations_is_what_the_lesson_says(lesson, rows):
     counts, ones = [], torch.ones(rows, 2)
     for way in (lesson.by_slicing, lesson.by_unbind, lesson.by_sum):
@@ -61,7 +62,7 @@ def test_the_number_of_operations_is_what_the_lesson_says(lesson, rows):
     assert counts == [2 * rows + 1, rows + 2, 1]
 
 
-@pytest.mark.parametrize("way", ["by_slicing", "by_unbind"])
+@each("way", ["by_slicing", "by_unbind"])
 def test_an_fp16_accumulator_sticks_and_sum_does_not(lesson, way):
     ones = torch.ones(3000, 1).half()
     assert getattr(lesson, way)(ones).item() == 2048
@@ -85,7 +86,7 @@ def test_bits_apart_counts_as_python_does(lesson):
     assert lesson.bits_apart(a.view(torch.float16), b.view(torch.float16)).tolist() == expected
 
 
-@pytest.mark.parametrize("width", [1, 2, 9])
+@each("width", [1, 2, 9])
 def test_moving_mean_is_a_convolution(lesson, width):
     x = torch.rand(40, generator=torch.Generator().manual_seed(3)).double()
     expected = np.convolve(x.numpy(), np.full(width, 1 / width), mode="valid")

@@ -3,22 +3,18 @@
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
+from support.each import each
+from support.processes import LIMIT
 from torch import nn
 
+from amp_utils.course import ROOT
 from amp_utils.course.notebook import load
 
 CPU = torch.device("cpu")
-FOLDER = tempfile.TemporaryDirectory()
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", FOLDER.name)  # read when the compiler is imported
-
 NO_COMPILER = """
-import sys
-sys.path.insert(0, "tests")
 import torch
 from amp_utils.course.notebook import load
 lesson = load("A5", device=torch.device("cpu"))
@@ -31,9 +27,16 @@ print(torch.equal(compiled(*inputs), lesson.gather_vectorised(*inputs)))
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cold_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
 @pytest.fixture
 def lesson():
-    """The lesson's functions, with what they use of it; the compiler forgets everything before and after."""
+    """The lesson's functions, with what they use; the compiler forgets all before and after."""
     torch.compiler.reset()
     random = torch.Generator().manual_seed(0)
     x, weight = torch.randn(64, 32, generator=random), torch.randn(32, 32, generator=random) / 6
@@ -41,7 +44,7 @@ def lesson():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("rows", "columns", "picks"), [(1, 1, 1), (5, 9, 3), (40, 7, 20)])
+@each("rows, columns, picks", [(1, 1, 1), (5, 9, 3), (40, 7, 20)])
 def test_every_batch_gather_is_torch_gather(lesson, rows, columns, picks):
     tensor, indices = lesson.example(rows, columns, picks)
     expected = torch.gather(tensor, 1, indices)
@@ -57,14 +60,14 @@ def test_a_loop_is_compiled_for_each_size_and_the_vectorised_function_twice(less
     assert lesson.graphs_after(lesson.gather_vectorised, calls) == [1, 1, 2, 2]
 
 
+@pytest.mark.full
 def test_without_a_compiler_the_lesson_goes_on(tmp_path):
     """In a process of its own, whose PATH leads to no compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "CXX"}
     environment |= {"PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    root = Path(__file__).parents[2]
     command = [sys.executable, "-c", NO_COMPILER]
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=root, env=environment, timeout=120
+        command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr
     chosen, sentence, equal = done.stdout.splitlines()
@@ -107,12 +110,12 @@ def prints(x):
     return y + 1
 
 
-@pytest.mark.parametrize("breaks", [lambda x: x + x.sum().item(), prints])
+@each("breaks", [lambda x: x + x.sum().item(), prints])
 def test_an_item_and_a_print_break_the_graph(lesson, breaks):
     assert torch._dynamo.explain(breaks)(torch.ones(3)).graph_break_count == 1
 
 
-@pytest.mark.parametrize("length", [0.5, 1.0, 2.0])
+@each("length", [0.5, 1.0, 2.0])
 def test_limit_without_a_branch_is_limit(lesson, length):
     vector = torch.tensor([0.6, 0.8]) * length
     assert torch.equal(lesson.limit_whole(vector), lesson.limit(vector))
@@ -120,7 +123,7 @@ def test_limit_without_a_branch_is_limit(lesson, length):
     torch.compile(lesson.limit_whole, backend="eager", fullgraph=True)(vector)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_compiled_function_gives_the_dtypes_of_eager(lesson, dtype):
     compiled = torch.compile(lesson.gate, backend="aot_eager")
     assert (
@@ -158,14 +161,14 @@ def test_the_fp16_island_loses_a_small_gradient_and_scaling_saves_it(lesson):
     assert (lesson.gradient(compiled, torch.float16, 1e-8 * 2**24) != 0).all()
 
 
-@pytest.mark.parametrize("width", [1, 4])
+@each("width", [1, 4])
 def test_windows_are_unfolds(lesson, width):
     tensor, start = torch.arange(60.0).reshape(6, 10), torch.tensor([0, 1, 2, 3, 6, 6])
     expected = tensor.unfold(1, width, 1)[torch.arange(6), start]
     assert torch.equal(lesson.window_vectorised(tensor, start, width), expected)
 
 
-@pytest.mark.parametrize("largest", [1e-4, 9.9e-4, 1.1e-3, 5.0])
+@each("largest", [1e-4, 9.9e-4, 1.1e-3, 5.0])
 def test_boosted_is_the_branch(lesson, largest):
     x = torch.tensor([largest, -largest / 3])
     expected = x * 1000 + 1 if largest < 1e-3 else x + 1

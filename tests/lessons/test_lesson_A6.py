@@ -1,15 +1,13 @@
-"""Appendix A6: no picture is lost, doubled or changed unnoticed, and no worker outlives its reader."""
+"""Appendix A6: no picture is lost, doubled or changed unnoticed; no worker outlives its reader."""
 
 import io
 import multiprocessing
 import os
 import random
-import signal
 import struct
 import subprocess
 import sys
 import tarfile
-import time
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -18,17 +16,25 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.each import each
+from support.processes import LIMIT, ended, patience
 from torch.utils.data import DataLoader
 
 from amp_utils.course.notebook import load
 
 FORK = {"num_workers": 2, "multiprocessing_context": "fork"}
-LESSON = load("A6", device=torch.device("cpu"), seed=0, workers=2)
-sys.modules[LESSON.__name__] = (
-    LESSON  # an error comes back from a worker as a pickle, which names its module
-)
+CLASSES = ("disc", "square", "cross")
+
+
+@pytest.fixture(scope="module")
+def lesson():
+    module = load("A6", device=torch.device("cpu"), seed=0, workers=2)
+    assert module.CLASSES == CLASSES
+    with pytest.MonkeyPatch.context() as patch:  # a worker's error names its module in a pickle
+        patch.setitem(sys.modules, module.__name__, module)
+        yield module
 
 
 def png(pixels: np.ndarray) -> bytes:
@@ -57,7 +63,7 @@ def random_pixels(seed: int = 0, shape: tuple[int, ...] = (5, 7, 3)) -> np.ndarr
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """Four pictures of each class."""
-    for i, shape in enumerate(LESSON.CLASSES * 4):
+    for i, shape in enumerate(CLASSES * 4):
         path = tmp_path / shape / f"{i // 3}.png"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(png(random_pixels(i)))
@@ -75,60 +81,57 @@ def shards(folder) -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("shape", LESSON.CLASSES)
-def test_a_drawn_shape_is_bright_in_every_colour_and_never_wraps_around(shape):
+@each("shape", CLASSES)
+def test_a_drawn_shape_is_bright_in_every_colour_and_never_wraps_around(lesson, shape):
     for seed in range(50):
-        picture = LESSON.draw(shape, np.random.default_rng(seed))
+        picture = lesson.draw(shape, np.random.default_rng(seed))
         assert picture.dtype == np.uint8 and picture.shape == (32, 32, 3)
         bright = picture >= 80
         assert (bright == bright[..., :1]).all() and 0 < bright[..., 0].sum() < 32 * 32 / 1.5
 
 
-def test_a_disc_is_in_its_square_and_around_its_cross():
-    masks = {
-        shape: LESSON.draw(shape, np.random.default_rng(3))[..., 0] >= 80
-        for shape in LESSON.CLASSES
-    }
+def test_a_disc_is_in_its_square_and_around_its_cross(lesson):
+    masks = {shape: lesson.draw(shape, np.random.default_rng(3))[..., 0] >= 80 for shape in CLASSES}
     assert (masks["square"] >= masks["disc"]).all() and (masks["square"] >= masks["cross"]).all()
     assert masks["square"].sum() > masks["disc"].sum() > masks["cross"].sum()
 
 
-def test_decode_gives_the_bytes_that_another_encoder_wrote():
+def test_decode_gives_the_bytes_that_another_encoder_wrote(lesson):
     pixels = random_pixels()
-    decoded = LESSON.decode(png(pixels), "x")
+    decoded = lesson.decode(png(pixels), "x")
     assert decoded.dtype == torch.uint8 and decoded.is_contiguous()
     assert (decoded.permute(1, 2, 0).numpy() == pixels).all()
     every_level = np.arange(256, dtype=np.uint8).repeat(3).reshape(16, 16, 3)
-    assert (LESSON.decode(png(every_level), "x").permute(1, 2, 0).numpy() == every_level).all()
+    assert (lesson.decode(png(every_level), "x").permute(1, 2, 0).numpy() == every_level).all()
 
 
-def test_every_damaged_bit_and_every_cut_is_refused_by_name():
+def test_every_damaged_bit_and_every_cut_is_refused_by_name(lesson):
     data = png(random_pixels())
     for place in range(8 * len(data)):
         damaged = bytearray(data)
         damaged[place // 8] ^= 1 << place % 8
-        with pytest.raises(LESSON.DataError, match=r"^cross/7\.png cannot be read: .+\.$"):
-            LESSON.decode(bytes(damaged), "cross/7.png")
+        with pytest.raises(lesson.DataError, match=r"^cross/7\.png cannot be read: .+\.$"):
+            lesson.decode(bytes(damaged), "cross/7.png")
     for size in range(len(data)):
-        with pytest.raises(LESSON.DataError, match=r"^cross/7\.png cannot be read: .+\.$"):
-            LESSON.decode(data[:size], "cross/7.png")
+        with pytest.raises(lesson.DataError, match=r"^cross/7\.png cannot be read: .+\.$"):
+            lesson.decode(data[:size], "cross/7.png")
 
 
-def test_what_is_no_colour_picture_is_refused():
+def test_what_is_no_colour_picture_is_refused(lesson):
     grey = io.BytesIO()
     matplotlib.image.imsave(grey, np.zeros((4, 4)))
-    assert LESSON.decode(grey.getvalue(), "x").shape == (3, 4, 4)  # a colour map made colours of it
+    assert lesson.decode(grey.getvalue(), "x").shape == (3, 4, 4)  # a colour map made colours of it
     head = struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)  # 0: grey
     parts = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0\0")), (b"IEND", b"")]
     chunks = [
         struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts
     ]
-    with pytest.raises(LESSON.DataError, match="not a colour picture"):
-        LESSON.decode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks), "x")
+    with pytest.raises(lesson.DataError, match="not a colour picture"):
+        lesson.decode(b"\x89PNG\r\n\x1a\n" + b"".join(chunks), "x")
 
 
-def test_the_folder_dataset_is_a_sequence_in_a_fixed_order(folder):
-    dataset = LESSON.FolderDataset(folder)
+def test_the_folder_dataset_is_a_sequence_in_a_fixed_order(lesson, folder):
+    dataset = lesson.FolderDataset(folder)
     assert len(dataset) == len(list(dataset)) == 12
     assert [label for _, label in dataset] == [2] * 4 + [0] * 4 + [1] * 4  # cross, disc, square
     assert torch.equal(dataset[0][0], torch.from_numpy(random_pixels(2)).permute(2, 0, 1))
@@ -136,64 +139,65 @@ def test_the_folder_dataset_is_a_sequence_in_a_fixed_order(folder):
         dataset[12]
 
 
-@pytest.mark.parametrize(("workers", "count"), [(1, 3), (2, 3), (3, 2), (4, 3)])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@each("workers, count", [(1, 3), (2, 3), (3, 2), (4, 3)])
 def test_sharded_by_worker_every_picture_comes_once_and_unsharded_once_a_worker(
-    shards, workers, count
+    lesson, shards, workers, count
 ):
     options = {"batch_size": 3, "num_workers": workers, "multiprocessing_context": "fork"}
-    names = sorted(name for shard in shards[:count] for name, _ in LESSON.read_tar(shard))
+    names = sorted(name for shard in shards[:count] for name, _ in lesson.read_tar(shard))
     once = [
         n
-        for _, _, batch in DataLoader(LESSON.ShardedTarDataset(shards[:count]), **options)
+        for _, _, batch in DataLoader(lesson.ShardedTarDataset(shards[:count]), **options)
         for n in batch
     ]
     assert sorted(once) == names
     often = Counter(
-        n for _, _, batch in DataLoader(LESSON.TarDataset(shards[:count]), **options) for n in batch
+        n for _, _, batch in DataLoader(lesson.TarDataset(shards[:count]), **options) for n in batch
     )
     assert often == {name: workers for name in names}
 
 
-def test_no_cut_of_an_archive_goes_unnoticed(shards):
-    whole, complete = shards[0].read_bytes(), list(LESSON.read_tar(shards[0]))
+def test_no_cut_of_an_archive_goes_unnoticed(lesson, shards):
+    whole, complete = shards[0].read_bytes(), list(lesson.read_tar(shards[0]))
     assert len(complete) == 4
     for size in {*range(0, len(whole), 512), *range(0, len(whole), 97)}:
         shards[0].write_bytes(whole[:size])
         try:
-            assert list(LESSON.read_tar(shards[0])) == complete, f"cut at {size}"
-        except LESSON.DataError as error:
+            assert list(lesson.read_tar(shards[0])) == complete, f"cut at {size}"
+        except lesson.DataError as error:
             assert str(error).startswith("shard-0.tar is not whole: ") and "\n" not in str(error)
         else:
             assert not any(whole[size:]), "only padding may be missing"
 
 
-def test_a_damaged_header_does_not_end_an_archive_silently(shards):
-    whole, complete = shards[0].read_bytes(), list(LESSON.read_tar(shards[0]))
+def test_a_damaged_header_does_not_end_an_archive_silently(lesson, shards):
+    whole, complete = shards[0].read_bytes(), list(lesson.read_tar(shards[0]))
     refused = 0
     for place in range(0, len(whole), 41):
         shards[0].write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         try:
-            got = list(LESSON.read_tar(shards[0]))
-        except LESSON.DataError:
+            got = list(lesson.read_tar(shards[0]))
+        except lesson.DataError:
             refused += 1
         else:
             assert [name for name, _ in got] == [name for name, _ in complete], f"byte {place}"
     assert refused > 20
 
 
-def test_an_empty_archive_is_whole(tmp_path):
+def test_an_empty_archive_is_whole(lesson, tmp_path):
     with tarfile.open(tmp_path / "empty.tar", "w"):
         pass
-    assert list(LESSON.read_tar(tmp_path / "empty.tar")) == []
+    assert list(lesson.read_tar(tmp_path / "empty.tar")) == []
 
 
-def test_a_worker_names_the_damaged_file_and_goes_when_the_error_goes(folder):
+def test_a_worker_names_the_damaged_file_and_goes_when_the_error_goes(lesson, folder):
     (folder / "disc" / "2.png").write_bytes(b"not a picture")
     try:
-        list(DataLoader(LESSON.FolderDataset(folder), **FORK))
-    except LESSON.DataError as error:
+        list(DataLoader(lesson.FolderDataset(folder), **FORK))
+    except lesson.DataError as error:
         assert (
-            LESSON.last_line(error)
+            lesson.last_line(error)
             == "disc/2.png cannot be read: it does not begin like a PNG file."
         )
         error.__traceback__ = None
@@ -202,17 +206,17 @@ def test_a_worker_names_the_damaged_file_and_goes_when_the_error_goes(folder):
     assert multiprocessing.active_children() == []
 
 
-def test_reseeded_workers_differ_from_each_other_and_from_epoch_to_epoch():
-    loader = DataLoader(LESSON.Dice(), batch_size=None, worker_init_fn=LESSON.reseed, **FORK)
+def test_reseeded_workers_differ_from_each_other_and_from_epoch_to_epoch(lesson):
+    loader = DataLoader(lesson.Dice(), batch_size=None, worker_init_fn=lesson.reseed, **FORK)
     own = [item[2] for _ in range(3) for item in loader]
     assert len(set(own)) == 6
-    plain = DataLoader(LESSON.Dice(), batch_size=None, **FORK)
+    plain = DataLoader(lesson.Dice(), batch_size=None, **FORK)
     assert len({item[2] for _ in range(3) for item in plain}) == 1  # what reseed cures
 
 
-def test_to_device_maps_bytes_to_floats_between_minus_one_and_one():
+def test_to_device_maps_bytes_to_floats_between_minus_one_and_one(lesson):
     levels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
-    inputs, labels = LESSON.to_device(levels, torch.tensor([1]))
+    inputs, labels = lesson.to_device(levels, torch.tensor([1]))
     assert inputs.dtype == torch.float32 and labels.dtype == torch.int64
     np.testing.assert_allclose(inputs.numpy().ravel(), np.linspace(-1, 1, 256), atol=1e-6)
 
@@ -220,8 +224,8 @@ def test_to_device_maps_bytes_to_floats_between_minus_one_and_one():
 @pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="counts open files where the system lists them"
 )
-def test_epochs_leave_no_process_no_open_file_and_no_shared_memory(folder):
-    dataset, pids = LESSON.FolderDataset(folder), []
+def test_epochs_leave_no_process_no_open_file_and_no_shared_memory(lesson, folder):
+    dataset, pids = lesson.FolderDataset(folder), []
 
     def open_files() -> int:
         for _ in range(2):
@@ -232,7 +236,7 @@ def test_epochs_leave_no_process_no_open_file_and_no_shared_memory(folder):
         return len(os.listdir("/proc/self/fd"))
 
     counts = [open_files() for _ in range(6)]
-    # What is left of an abandoned epoch may be closed a moment later; what leaks is more in every later round.
+    # An abandoned epoch may close its files a moment later; a leak grows in every later round.
     assert min(counts[2:]) <= max(counts[:2]), f"open files after each round: {counts}"
     assert multiprocessing.active_children() == []
     assert len(pids) == 12 and not [
@@ -240,12 +244,12 @@ def test_epochs_leave_no_process_no_open_file_and_no_shared_memory(folder):
     ]
 
 
-def test_the_script_of_the_lesson_runs_where_workers_are_not_forked_from_it(folder):
-    assert LESSON.SCRIPT.count('"spawn"') == 1
-    (folder / "train.py").write_text(LESSON.SCRIPT.replace('"spawn"', '"forkserver"'))
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, timeout=100
-    )
+@pytest.mark.full
+def test_the_script_of_the_lesson_runs_where_workers_are_not_forked_from_it(lesson, folder):
+    assert lesson.SCRIPT.count('"spawn"') == 1
+    (folder / "train.py").write_text(lesson.SCRIPT.replace('"spawn"', '"forkserver"'))
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout) == (0, "12\n"), done.stderr
 
 
@@ -253,39 +257,25 @@ KILLED = """
 import multiprocessing, time
 from torch.utils.data import DataLoader
 batches = iter(DataLoader(range(100), num_workers=2, multiprocessing_context="fork"))
-next(batches)
+next(batches), next(batches)  # one of each worker: only a worker at work knows its parent
 print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
-time.sleep(100)
+time.sleep(1000)
 """
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="looks for processes where the system lists them"
-)
+@pytest.mark.full  # workers look for their parent every five seconds
 def test_workers_go_when_their_reader_is_killed():
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True
-    ) as reader:
-        pids = reader.stdout.readline().split()
-        reader.send_signal(signal.SIGKILL)
-    assert len(pids) == 2
-
-    def alive(pid: str) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except OSError:
-            return False
-
-    deadline = time.monotonic() + 60  # they look for their parent every few seconds
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(alive, pids))
+    command = [sys.executable, "-c", KILLED]
+    with patience(), subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        workers = [int(number) for number in reader.stdout.readline().split()]
+        reader.kill()
+    assert len(workers) == 2 and ended(*workers)
 
 
 @given(count=st.integers(0, 40), world=st.integers(1, 4), workers=st.integers(1, 4))
-def test_share_deals_every_shard_once(count, world, workers):
+def test_share_deals_every_shard_once(lesson, count, world, workers):
     parts = [
-        LESSON.share(list(range(count)), r, world, w, workers)
+        lesson.share(list(range(count)), r, world, w, workers)
         for r in range(world)
         for w in range(workers)
     ]
@@ -293,9 +283,10 @@ def test_share_deals_every_shard_once(count, world, workers):
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@settings(deadline=None)
 @given(items=st.lists(st.integers()), size=st.integers(1, 50), seed=st.integers(0, 1000))
-def test_shuffled_gives_every_item_once_and_reads_no_further_than_its_buffer(items, size, seed):
+def test_shuffled_gives_every_item_once_and_reads_no_further_than_its_buffer(
+    lesson, items, size, seed
+):
     taken = 0
 
     def stream():
@@ -305,30 +296,30 @@ def test_shuffled_gives_every_item_once_and_reads_no_further_than_its_buffer(ite
             yield item
 
     got = []
-    for item in LESSON.shuffled(stream(), size, random.Random(seed)):
+    for item in lesson.shuffled(stream(), size, random.Random(seed)):
         assert taken <= len(got) + size
         got.append(item)
     assert Counter(got) == Counter(items)
 
 
-def test_shuffled_can_bring_any_item_of_its_buffer_first():
-    first = {next(LESSON.shuffled(iter(range(20)), 4, random.Random(seed))) for seed in range(100)}
+def test_shuffled_can_bring_any_item_of_its_buffer_first(lesson):
+    first = {next(lesson.shuffled(iter(range(20)), 4, random.Random(seed))) for seed in range(100)}
     assert first == {0, 1, 2, 3}
 
 
-def test_flips_are_even_and_repeatable():
+def test_flips_are_even_and_repeatable(lesson):
     table = np.array(
-        [[LESSON.flips(5, epoch, index) for index in range(500)] for epoch in range(4)]
+        [[lesson.flips(5, epoch, index) for index in range(500)] for epoch in range(4)]
     )
     assert (abs(table.mean(1) - 0.5) < 0.1).all() and (
         abs(np.corrcoef(table) - np.eye(4)) < 0.2
     ).all()
-    assert LESSON.flips(5, 1, 3) is LESSON.flips(5, 1, 3) and type(LESSON.flips(5, 1, 3)) is bool
+    assert lesson.flips(5, 1, 3) is lesson.flips(5, 1, 3) and type(lesson.flips(5, 1, 3)) is bool
 
 
-def test_matplotlib_alone_takes_some_damaged_pictures_for_good_ones():
+def test_matplotlib_alone_takes_some_damaged_pictures_for_good_ones(lesson):
     file = io.BytesIO()
-    matplotlib.image.imsave(file, LESSON.draw("disc", np.random.default_rng(0)))
+    matplotlib.image.imsave(file, lesson.draw("disc", np.random.default_rng(0)))
     data, passed = file.getvalue(), 0
     for place in range(len(data) - 80, len(data) - 16):
         damaged = data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :]
@@ -337,6 +328,6 @@ def test_matplotlib_alone_takes_some_damaged_pictures_for_good_ones():
         except (OSError, SyntaxError):
             continue
         passed += (pixels != matplotlib.image.imread(io.BytesIO(data))).any()
-        with pytest.raises(LESSON.DataError):
-            LESSON.decode(damaged, "x")
+        with pytest.raises(lesson.DataError):
+            lesson.decode(damaged, "x")
     assert passed, "then the lesson need not check the checksums itself"

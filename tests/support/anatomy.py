@@ -1,4 +1,4 @@
-"""What every lesson looks like: one small function a rule, each returning its complaints in full sentences."""
+"""The rules that every lesson keeps: one small function each, which returns its complaints."""
 
 import ast
 import re
@@ -8,7 +8,8 @@ from statistics import median
 
 from nbformat import NotebookNode
 
-from amp_utils.course import outline
+from amp_utils.course import CourseError, outline
+from amp_utils.course.notebook import tags
 
 Rule = Callable[[NotebookNode, Path], list[str]]
 RULES: dict[str, Rule] = {}
@@ -19,7 +20,11 @@ OLD_NAMES = (
     r"|get_autocast_gpu_dtype|get_autocast_cpu_dtype|allow_tf32|torch\.autocast_mode"
 )
 
-PRIVATE = r"sys\.path|/home/\w+|/root/|/tmp/|/work/|/Users/\w+|pythonhosted|0x[0-9a-f]{9,}"
+# An absolute path that not every Linux has, an address in memory, an edit of the search path.
+PRIVATE = (
+    r"""(?m:^|(?<=[\s"'`(=>]))/(?!dev/|proc/)\w[\w.-]*/[a-zA-Z_.][\w.-]*"""
+    r"|\b[A-Z]:\\\w+|0x[0-9a-f]{9,}|sys\.path\b"
+)
 
 
 def rule(function: Rule) -> Rule:
@@ -27,8 +32,11 @@ def rule(function: Rule) -> Rule:
     return function
 
 
-def tags(cell: NotebookNode) -> list[str]:
-    return cell.metadata.get("tags", [])
+def complaints(nb: NotebookNode, path: Path) -> list[str]:
+    """All complaints about a lesson, each with the names of the lesson and the rule before it."""
+    return [
+        f"{path.stem}, {name}: {text}" for name, rule in RULES.items() for text in rule(nb, path)
+    ]
 
 
 def code(nb: NotebookNode) -> list[tuple[int, NotebookNode]]:
@@ -54,7 +62,7 @@ def tree(cell: NotebookNode) -> ast.Module:
 def card_is_complete(nb, path):
     try:
         card = outline.read_card(nb.cells[0].source)
-    except ValueError as error:
+    except (ValueError, CourseError) as error:
         return [f"Cell 0: {error}."]
     complaints = (
         [] if 3 <= len(card.learn) <= 5 else [f"Cell 0: {len(card.learn)} objectives; give 3 to 5."]
@@ -120,7 +128,7 @@ def exercises_have_their_shape(nb, path):
     complaints = [] if 2 <= len(starts) <= 4 else [f"{len(starts)} exercises; give 2 to 4."]
     for number, i in enumerate(starts, 1):
         parts = nb.cells[i : i + 5]
-        shape = [part for cell in parts for part in tags(cell)]
+        shape = [part for cell in parts for part in sorted(tags(cell))]
         if shape != ["exercise-text", "exercise", "check", "hint", "solution"]:
             complaints.append(f"Cell {i}: the parts of the exercise are {shape}.")
             continue
@@ -165,7 +173,8 @@ def navigation_is_up_to_date(nb, path):
     last = nb.cells[-1]
     if "navigation" not in tags(last) or last.source != outline.navigation(path):
         return [
-            "The last cell is not the navigation, or it is stale: run python -m amp_utils.course outline."
+            "The last cell is not the navigation, or is stale: "
+            "run python -m amp_utils.course outline."
         ]
     return []
 
@@ -222,14 +231,8 @@ def code_cells_are_short(nb, path):
 
 @rule
 def words_are_enough_and_not_too_many(nb, path):
-    generated = {
-        "navigation",
-        "course-map",
-        "entrances",
-    }  # tables that grow with the course, not prose
-    words = sum(
-        len(cell.source.split()) for _, cell in prose(nb) if not generated & set(tags(cell))
-    )
+    generated = {"navigation", "course-map", "entrances"}  # tables that grow with the course
+    words = sum(len(cell.source.split()) for _, cell in prose(nb) if not generated & tags(cell))
     return [] if 800 <= words <= 2000 else [f"{words} words of text; give 800 to 2000."]
 
 
@@ -264,11 +267,10 @@ def outputs_are_stored(nb, path):
             if isinstance(node, ast.Call)
         ]
         speaks = any(
-            call in ("print", "lesson.predict", "lesson.record", "lesson.settle")
-            or call.startswith("plots.")
+            call in ("print", "lesson.predict", "lesson.record") or call.startswith("plots.")
             for call in calls
         )
-        if (speaks or "check" in tags(cell) or "solution" in tags(cell)) and not cell.outputs:
+        if (speaks or tags(cell) & {"check", "solution"}) and not cell.outputs:
             complaints.append(f"Cell {i}: it prints or draws, and no output is stored.")
     return complaints
 
@@ -351,11 +353,10 @@ def nothing_is_fetched(nb, path):
 def nothing_of_this_machine_is_stored(nb, path):
     complaints = []
     for i, cell in enumerate(nb.cells):
-        shown = [
-            o | {"data": {k: v for k, v in o.get("data", {}).items() if "text" in k}}
-            for o in cell.get("outputs", [])
-        ]
-        text = cell.source + str(shown)
-        for found in re.findall(PRIVATE, text):
+        texts = [cell.source]
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            texts += [output.get("text", ""), *(data[kind] for kind in data if "text" in kind)]
+        for found in re.findall(PRIVATE, "\n".join(texts)):
             complaints.append(f"Cell {i}: `{found}` belongs to one machine, not to a lesson.")
     return complaints

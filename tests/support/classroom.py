@@ -1,15 +1,14 @@
-"""A whole class on one server, for real: start the README's JupyterHub, let students log in and run a lesson at once.
+"""A whole class on one server, for real: start the course's hub; students log in and run a lesson.
 
-python tests/classroom.py --students 10 --lesson 06 --proxy node_modules/.bin/configurable-http-proxy
+python tests/support/classroom.py --students 10 --lesson 06 --proxy path/to/configurable-http-proxy
 
-Everything stays on the loopback interface, in a temporary folder, and ends with the command. It needs jupyterhub and
-configurable-http-proxy, and prints what one student takes of the machine's time and memory.
+Everything stays on the loopback interface, in a temporary folder, and ends with the command.
+It prints what one student takes of the machine's time and memory.
 """
 
 import argparse
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -22,19 +21,27 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.cookiejar import CookieJar
 from pathlib import Path
 
+import psutil
 import websocket
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))  # also where this file is run as a script
+
+from support.processes import wait_for  # noqa: E402
+
 PASSWORD = "only for this test"
-# What a test adds to the README's configuration: free ports, the proxy's place, and leave to run as root.
+CONFIGURATION = ROOT / "amp_utils" / "course" / "jupyterhub_config.py"
+# What a trial adds: ports of its own, the proxy's place, and leave to run as root.
 EXTRA = """
-load_subconfig("jupyterhub_config.py")
+load_subconfig({configuration!r})
 c.JupyterHub.bind_url = "http://127.0.0.1:{ports[0]}"
 c.JupyterHub.hub_bind_url = "http://127.0.0.1:{ports[1]}"
 c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{ports[2]}"
@@ -44,58 +51,60 @@ c.Spawner.args = [*c.Spawner.args, *{arguments!r}]
 """
 
 
-def configuration() -> str:
-    """The jupyterhub_config.py that the README shows."""
-    readme = (ROOT / "README.md").read_text("utf-8")
-    (found,) = re.findall(r"```python\n(# jupyterhub_config\.py.+?)```", readme, re.S)
-    return found
-
-
 def free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    try:
+    """Ports that are free now; another program may still take one before the hub does."""
+    with ExitStack() as held:
+        sockets = [
+            held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
+        ]
         return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 @contextmanager
-def hub(students: int, proxy: str, folder: Path):
-    """A hub that runs in `folder` for as long as the block does; gives its address and its process."""
-    ports = free_ports(3)
-    (folder / "jupyterhub_config.py").write_text(configuration(), "utf-8")
-    arguments = ["--allow-root"] if os.getuid() == 0 else []
-    extra = EXTRA.format(ports=ports, proxy=proxy, students=students, arguments=arguments)
-    (folder / "test_config.py").write_text(extra, "utf-8")
+def hub(students: int, proxy: str, folder: Path) -> Iterator[str]:
+    """The address of a hub that runs in `folder` for as long as the block does.
+
+    JupyterHub cannot choose its ports itself, so one that ends at once is started again on others.
+    """
+    for _ in range(3):
+        ports = free_ports(3)
+        process = start_hub(students, proxy, folder, ports)
+        try:
+            address = f"http://127.0.0.1:{ports[0]}"
+            wait_for(lambda: process.poll() is not None or answers(f"{address}/hub/health"))  # noqa: B023
+            if process.poll() is None:
+                yield address
+                return
+        finally:
+            process.send_signal(signal.SIGINT)  # the hub stops the students' servers and the proxy
+            try:
+                process.wait(180)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    raise RuntimeError(f"The hub did not start; {folder / 'hub.log'} says why.")
+
+
+def start_hub(students: int, proxy: str, folder: Path, ports: list[int]) -> subprocess.Popen:
+    extra = EXTRA.format(
+        configuration=str(CONFIGURATION),
+        ports=ports,
+        proxy=proxy,
+        students=students,
+        arguments=["--allow-root"] if os.getuid() == 0 else [],
+    )
+    (folder / "trial_config.py").write_text(extra, "utf-8")
     clean = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("JUPYTER", "MAKE"))
     }
-    environment = clean | {
-        "CLASS_PASSWORD": PASSWORD,
-        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
-    }
-    with (folder / "hub.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jupyterhub", "-f", "test_config.py"],
-            cwd=folder,
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+    own = {"CLASS_PASSWORD": PASSWORD, "JUPYTER_RUNTIME_DIR": str(folder / "runtime")}
+    command = [sys.executable, "-m", "jupyterhub", "-f", "trial_config.py"]
+    with (folder / "hub.log").open("a") as log:
+        return subprocess.Popen(
+            command, cwd=folder, env=clean | own, stdout=log, stderr=log, start_new_session=True
         )
-        try:
-            address = f"http://127.0.0.1:{ports[0]}"
-            wait_until(lambda: answers(f"{address}/hub/health"), "the hub did not answer", process)
-            yield address, process
-        finally:
-            process.send_signal(signal.SIGINT)  # the hub stops the students' servers and the proxy
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def answers(url: str) -> bool:
@@ -106,18 +115,8 @@ def answers(url: str) -> bool:
         return False
 
 
-def wait_until(
-    condition, complaint: str, process: subprocess.Popen | None = None, seconds: float = 300
-) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline or (process and process.poll() is not None):
-            raise TimeoutError(complaint)
-        time.sleep(0.2)
-
-
 class Student:
-    """One student's browser, without the browser: logs in with the password, starts a server, runs a notebook."""
+    """A student without a browser: logs in with the password, starts a server, runs a notebook."""
 
     def __init__(self, address: str, name: str):
         self.address, self.name, self.token = address, name, ""
@@ -125,7 +124,7 @@ class Student:
         self.browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(self.cookies))
 
     def login(self, password: str = PASSWORD) -> None:
-        """Fill in the form and get a token for the rest. Raises HTTPError 403 for a wrong password."""
+        """Fill in the form and get a token for the rest. HTTPError 403 for a wrong password."""
         with self.browser.open(f"{self.address}/hub/login", timeout=120):
             pass
         form = {"username": self.name, "password": password, "_xsrf": self._xsrf()}
@@ -157,24 +156,23 @@ class Student:
     def start(self) -> None:
         """Start the student's server and wait until it is there."""
         self.ask("POST", "/hub/api/users/{name}/server", {})
-        wait_until(
-            lambda: self.ask("GET", "/hub/api/users/{name}")["server"],
-            f"{self.name}'s server did not start",
-        )
+        wait_for(lambda: self.ask("GET", "/hub/api/users/{name}")["server"])
 
     def run(self, lesson: str) -> list[str]:
-        """Run a notebook of the student's own folder from top to bottom; returns what each of its checks said.
+        """Run a notebook of the student's own folder; returns what each of its checks said.
 
-        Raises RuntimeError where a cell fails.
+        Raises RuntimeError if a cell fails.
         """
         path = f"notebooks/{lesson}.ipynb"
         cells = self.ask("GET", f"/user/{{name}}/api/contents/{path}")["content"]["cells"]
         wanted = {"path": path, "name": lesson, "type": "notebook", "kernel": {"name": "python3"}}
         kernel = self.ask("POST", "/user/{name}/api/sessions", wanted)["kernel"]["id"]
-        url = f"{self.address.replace('http', 'ws', 1)}/user/{self.name}/api/kernels/{kernel}/channels"
+        server = f"{self.address.replace('http', 'ws', 1)}/user/{self.name}"
         said = []
         channel = websocket.create_connection(
-            url, timeout=300, header=[f"Authorization: token {self.token}"]
+            f"{server}/api/kernels/{kernel}/channels",
+            timeout=300,
+            header=[f"Authorization: token {self.token}"],
         )
         try:
             for number, cell in enumerate(cells):
@@ -225,10 +223,10 @@ def execute(channel: websocket.WebSocket, source: str, where: str) -> str:
 
 @dataclass
 class Outcome:
-    """What became of a class: seconds until the last server was there and until the last lesson was done, the checks'
-    words by student, and the largest memory, in MB: of one student, of all, and what the whole machine had less.
+    """Seconds until the last server was there and until the last lesson was done, what the checks
+    said to each student, and the largest memory in MB: of one student, of all, of the machine.
 
-    A student's memory is the proportional set size of the server and the kernel: what is shared counts in shares.
+    A student's memory is the proportional set size of server and kernel: what is shared is divided.
     """
 
     started: float
@@ -241,26 +239,21 @@ class Outcome:
 
 def memory_by_student() -> dict[str, float]:
     """Proportional set size in MB of all processes of each student (Linux only)."""
-    found: dict[str, float] = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if name := re.search(rb"JUPYTERHUB_USER=(\w+)", (process / "environ").read_bytes()):
-                size = re.search(r"^Pss: +(\d+) kB", (process / "smaps_rollup").read_text(), re.M)
-                found[name[1].decode()] = found.get(name[1].decode(), 0) + (
-                    int(size[1]) / 1024 if size else 0
-                )
-        except OSError:  # it has ended, or is somebody else's
-            continue
+    found = Counter()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is somebody else's
+            if name := process.environ().get("JUPYTERHUB_USER"):
+                found[name] += process.memory_full_info().pss / 2**20
     return found
 
 
 def available() -> float:
     """Memory that the machine could still give, in MB."""
-    return int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1]) / 1024
+    return psutil.virtual_memory().available / 2**20
 
 
 def teach(students: int, lesson: str, proxy: str, folder: Path) -> Outcome:
-    """Let `students` start together and each run `lesson`. Raises what the first of them that failed raised."""
+    """Let `students` start together and each run `lesson`. Raises what the first failure raised."""
     peak, of_all, over = {}, [0.0], threading.Event()
     before, lowest = available(), [available()]
 
@@ -270,7 +263,7 @@ def teach(students: int, lesson: str, proxy: str, folder: Path) -> Outcome:
             peak.update({name: max(size, peak.get(name, 0)) for name, size in now.items()})
             of_all[0], lowest[0] = max(of_all[0], sum(now.values())), min(lowest[0], available())
 
-    with hub(students, proxy, folder) as (address, _), ThreadPoolExecutor(students) as pool:
+    with hub(students, proxy, folder) as address, ThreadPoolExecutor(students) as pool:
         watching = threading.Thread(target=watch)
         watching.start()
         try:
@@ -309,14 +302,12 @@ def main() -> None:
             print(Path(folder, "hub.log").read_text()[-3000:], file=sys.stderr)
             raise
     verdicts = sorted({words[:1] for said in outcome.said.values() for words in said})
+    less = outcome.of_the_machine
     print(f"{len(outcome.said)} students ran {path.stem} to the end; their checks said {verdicts}")
     print(
-        f"all servers there after {outcome.started:.0f} s, all lessons done after {outcome.finished:.0f} s"
+        f"all servers there after {outcome.started:.0f} s, all done after {outcome.finished:.0f} s"
     )
-    print(
-        f"memory at most: {outcome.of_one:.0f} MB for one student, {outcome.of_all:.0f} MB for all of them"
-    )
-    less = outcome.of_the_machine
+    print(f"memory at most: {outcome.of_one:.0f} MB for one, {outcome.of_all:.0f} MB for all")
     print(f"the machine had {less:.0f} MB less, {less / options.students:.0f} MB for each student")
 
 

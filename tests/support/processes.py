@@ -1,28 +1,67 @@
-"""Waiting for what other processes do: until they have written something down, and until they have ended."""
+"""The one place where tests wait for other processes.
 
-import os
+They wait for an event, never for a time. Each wait ends after LIMIT seconds, which no busy machine
+needs: it only keeps a bug from hanging the whole run.
+"""
+
+import contextlib
+import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+LIMIT = 180
+T = TypeVar("T")
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true within a minute"
-        time.sleep(0.1)
+def wait_for(condition: Callable[[], T], seconds: float = LIMIT) -> T:
+    """The first true value of `condition()`. Raises AssertionError where there is none in time."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"nothing came in {seconds} seconds"
+        time.sleep(0.05)
+    return value
+
+
+def wait_for_text(path: Path) -> str:
+    """What a process has written into a file, as soon as there is something."""
+    return wait_for(lambda: path.exists() and path.read_text())
 
 
 def wait_for_number(path: Path) -> int:
-    wait_for(lambda: path.exists() and path.read_text())
-    return int(path.read_text())
+    """`wait_for_text` as a whole number, such as a process id."""
+    return int(wait_for_text(path))
 
 
-def ended(process_id: int) -> bool:
-    """Whether a process has ended within a few seconds."""
-    for _ in range(50):
-        try:
-            os.kill(process_id, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.1)
+def runs(process_id: int) -> bool:
+    """Whether a process has not ended. A zombie has: it only waits for its parent to take note."""
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ended(*process_ids: int) -> bool:
+    """Wait until all these processes have ended; False where one still runs after LIMIT seconds."""
+    with contextlib.suppress(AssertionError):
+        return wait_for(lambda: not any(map(runs, process_ids)))
     return False
+
+
+@contextlib.contextmanager
+def patience(seconds: int = LIMIT) -> Iterator[None]:
+    """Fail the test where its body blocks (on a pipe, a launch, a lock) instead of hanging."""
+
+    def give_up(*_) -> None:
+        raise AssertionError(f"nothing came to an end in {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
