@@ -1,115 +1,110 @@
-"""What is wrong with a training step? `examine` runs it, watches it, puts everything back, and says.
+"""What is wrong with a training step? `examine` runs it, watches it, undoes it, and says.
 
->>> net = torch.nn.Linear(4, 1)
+>>> net = torch.nn.Linear(8, 8)
 >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 >>> def step():
 ...     with torch.autocast("cpu", dtype=torch.float16):
-...         loss = torch.nn.functional.mse_loss(net(torch.ones(8, 4)), torch.ones(8, 1))
+...         loss = net(torch.ones(8, 8)).square().mean()
 ...     loss.backward()
 ...     optimizer.step()
 ...     optimizer.zero_grad()
 >>> [finding.name for finding in examine(step, net).findings]
 ['fp16 without a scaler']
 
-Nothing is changed for good: parameters, buffers, gradients, random state, and the state of every optimizer,
-scaler and scheduler that the step uses are as before, also where the step raises. What else a step consumes (a
-data iterator, a log file) stays consumed. A finding rests on what was measured in these steps; what they did
-not show is not found. `findings.toml` lists what can be found, and what to change.
+Parameters, buffers, gradients, random state, and the state of every optimizer, scaler, scheduler
+and module that the step uses are afterwards as before, also where the step raises. Not undone: a
+data iterator that moved on, a file that was written, generators of your own, and what the step
+assigns (`p.data = …`) to a module that it never calls; to include such modules, give as `model`
+an `nn.ModuleList` of all.
+
+A finding rests on what was measured in these steps; what they did not show is not found. Compiled
+models run eagerly, what is not a `torch.optim.Optimizer` is not seen, under DDP every rank must
+call `examine`. `findings.toml` lists all that can be found, and what to change.
 """
 
-import copy
 import html
 import json
 import math
+import re
 import sys
 import tomllib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any
 
+import click
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
-from amp_utils import formats
-from amp_utils.timing import synchronize
-from amp_utils.watcher import Event, Log, Watcher
+from amp_utils import formats, gradients, timing
+from amp_utils.lesson import Rule, choice, validate, whole
+from amp_utils.watcher import NARROW, Log, Saved, Watcher
 
 CATALOGUE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text("utf-8"))
-NARROW = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 MUCH = 0.01  # a share of lost values that is worth a word
+SAMPLE = 4096  # values of a tensor that are looked at
+SHOWN = 8  # rows of a table that are printed; the JSON has all
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong: `where` it is, and the `evidence`, numbers by name."""
+    """One thing that is wrong, where it is, the measured evidence, and what to change."""
 
     name: str
     where: str
     evidence: dict[str, Any]
-
-    @property
-    def severity(self) -> str:
-        """error, warning or note."""
-        return CATALOGUE[self.name]["severity"]
-
-    @property
-    def change(self) -> str:
-        """What to change, in a sentence."""
-        return CATALOGUE[self.name]["change"]
-
-    @property
-    def lesson(self) -> str:
-        """The lesson of this course that explains it."""
-        return CATALOGUE[self.name]["lesson"]
+    severity: str  # error, warning or note
+    change: str
+    lesson: str
 
 
 @dataclass
 class Report:
-    """Plain data, all of it measured.
+    """Plain data, all of it measured; tables are lists of rows.
 
-    `products`: (module, dtype, FLOPs, calls) a step, forward and backward; `casts`: their count and bytes a step;
-    `ranges`: per module and kind (activations, gradients) the shares that fp16, bf16 and e4m3 would lose or
-    overflow, from a float32 run of the same step; `scale`: which loss scales save 99% of the gradients in fp16;
-    `speed`: seconds of a step and of its products, and what 16 bits could gain at most (Amdahl).
+    `map`: calls, FLOPs and bytes of casts by module, phase, op and dtype. `ranges`: shares that a
+    format would lose or overflow, from a sample of each tensor in a float32 run of the same step.
+    `scale`: what fp16 gradients need. `updates`: shares of 16-bit values that stayed although
+    float32 would have moved them. `speed`: seconds and ratios, of CPU time on a CPU.
     """
 
     precision: str
     findings: list[Finding] = field(default_factory=list)
-    products: list[tuple[str, str, int, int]] = field(default_factory=list)
-    casts: dict[str, int] = field(default_factory=dict)
-    ranges: list[dict[str, Any]] = field(default_factory=list)
-    scale: dict[str, float] = field(default_factory=dict)
-    speed: dict[str, float] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    scale: dict[str, Any] = field(default_factory=dict)
+    speed: dict[str, Any] = field(default_factory=dict)
     advice: str = ""
+    map: list[dict[str, Any]] = field(default_factory=list)
+    ranges: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[dict[str, Any]] = field(default_factory=list)
 
     def to_json(self) -> str:
         """The report as JSON; inf and NaN become words."""
-        plain = asdict(self)
-        for row, finding in zip(plain["findings"], self.findings, strict=True):
-            row |= CATALOGUE[finding.name] | {"raised": None}
-        return json.dumps(_in_words(plain), indent=1)
+        in_words = json.loads(json.dumps(asdict(self)), parse_constant=str)
+        return json.dumps(in_words, indent=1)
 
     def __str__(self) -> str:
-        lines = [
-            f"{len(self.findings) or 'no'} finding{'s' * (len(self.findings) != 1)}, step in {self.precision}"
-        ]
+        count = len(self.findings)
+        lines = [f"{count or 'no'} finding{'s' * (count != 1)}, step in {self.precision}"]
         for found in self.findings:
-            lines += [
-                f"{found.severity:<8} {found.name} ({found.where})",
-                f"         {_listed(found.evidence)}" if found.evidence else "",
-                f"         → {found.change} (lesson {found.lesson.partition('_')[0]})",
-            ]
-        for name in ("map", "range", "speed"):
-            part = getattr(self, {"map": "casts", "range": "scale"}.get(name, name))
-            lines += [f"{name:<8} {_listed(part)}"] if part else []
-        return "\n".join(filter(None, [*lines, f"advice   {self.advice}"]))
+            lines += [f"{found.severity:<8} {found.name} ({found.where})"]
+            lines += [f"         {_listed(found.evidence)}"] if found.evidence else []
+            lines += [f"         → {found.change} (lesson {found.lesson.partition('_')[0]})"]
+        for name, facts in (("map", self.summary), ("scale", self.scale), ("speed", self.speed)):
+            lines += [f"{name:<8} {_listed(facts)}"] if facts else []
+        lines += [f"advice   {self.advice}"]
+        for name in ("map", "ranges", "updates"):
+            rows = getattr(self, name)
+            lines += ["", f"{name}, {min(len(rows), SHOWN)} of {len(rows)} rows"] if rows else []
+            lines += _table(rows[:SHOWN])
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -123,133 +118,71 @@ def examine(
     steps: int = 3,
     precision: str | None = None,
 ) -> Report:
-    """Run `step()`, a whole training step, `steps` times in its own precision and once in float32, and report.
+    """Run `step()`, a whole training step, watched and unwatched and once in float32, and report.
 
-    `optimizer` and `scaler` need only be given where the step may fail to use them; those it uses are found.
-    `precision`, "fp16" or "bf16", is the one to advise on; by default the one that autocast takes in the step.
-    Raises ValueError for a model without parameters, fewer than 1 step, or another precision. What the step
-    raises becomes a finding; Ctrl-C passes through, with everything put back.
+    `optimizer` and `scaler` need only be given where the step may fail to use them. `precision`,
+    "fp16" or "bf16", is the one to advise on; by default the step's own. Raises ParameterError for
+    wrong arguments. What the step raises becomes a finding; Ctrl-C passes through.
     """
-    if not callable(step):
-        raise ValueError(
-            f"step = {step!r} is not allowed: give a function that runs one training step."
-        )
-    if not any(True for _ in model.parameters()):
-        raise ValueError("model has no parameters: give the model that the step trains.")
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps = {steps!r} is not allowed: give a whole number of at least 1.")
-    if precision not in (None, "fp16", "bf16"):
-        raise ValueError(f"precision = {precision!r} is not allowed: give 'fp16', 'bf16' or None.")
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    device = next(model.parameters()).device
-
-    with _put_back(model, [*optimizers, *([scaler] if scaler is not None else [])]) as saved:
-        log, error = _run(step, model, saved, steps)
-        seconds = _timed(step, saved, device) if error is None else math.nan
-        saved.restore()
-        wide = _Ranges()
-        log32, error32 = _run(step, model, saved, 1, fp32=True, on_output=wide.note)
-    dtype = next((e.dtype for e in log.events if e.kind == "forward" and e.dtype), None)
-    weights = Counter(p.dtype for p in model.parameters()).most_common(1)[0][0]
-    if dtype is None and weights in NARROW:
-        name = f"pure {NARROW[weights]}"
-    else:
-        name = NARROW.get(dtype, "fp32")
-    report = Report(name)
-    report.findings = list(
-        _findings(log, error, log32, error32, wide, model, optimizers, scaler, dtype)
+    validate(
+        {"step": step, "model": model, "steps": steps, "precision": precision},
+        step=Rule(callable, "a function that runs one training step"),
+        model=Rule(_has_parameters, "the nn.Module with parameters that the step trains"),
+        steps=whole(1),
+        precision=choice("fp16", "bf16", None),
     )
-    report.products = [
-        (where, formats.of(kind).name, row.flops // log.calls, row.calls // log.calls)
-        for (where, kind), row in log.products.items()
+    given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    device, saved, wide = next(model.parameters()).device, Saved(model), _Ranges()
+    weights = Counter(p.dtype for p in model.parameters()).most_common(1)[0][0]
+    try:
+        for known in [*given, *([] if scaler is None else [scaler])]:
+            saved.keep_object(known)
+        log, error = _run(step, Watcher(model, saved), steps)
+        saved.restore()
+        unwatched = error or timing.compare({"step": step}, max(3, steps), 0, device)["step"]
+        saved.restore()
+        log32, error32 = Log(), None
+        if weights not in NARROW:
+            log32, error32 = _run(step, Watcher(model, saved, True, wide.look), 1)
+    finally:
+        saved.restore()
+
+    flops = Counter(dict.fromkeys(NARROW, 0))
+    for (*_, dtype), op in log.ops.items():
+        flops[dtype] += op.flops
+    used = max(NARROW, key=flops.get)
+    narrow = used if flops[used] else None
+    pure = weights in NARROW
+    report = Report("pure " * pure + formats.of(weights if pure else narrow or weights).name)
+    report.map, report.ranges, report.updates = _map(log), wide.rows(), _updates(log)
+    report.scale = wide.scale()
+    report.summary = {
+        "share of FLOPs in 16 bits": sum(map(flops.get, NARROW)) / max(1, flops.total()),
+        "casts": sum(row["calls"] for row in report.map if "cast" in row["op"]),
+        "their bytes": sum(row["nbytes"] for row in report.map),
+        "of weights again": sum(row["repeats"] for row in report.map),
+    }
+    report.findings = [
+        *_of_error(log, error, error32),
+        *_of_values(log, log32, report.scale, narrow, scaler),
+        *_of_order(log),
+        *_of_optimizers(log, model, [] if error else given, report.updates),
+        *_of_speed(log),
     ]
-    _measure(report, log, log32, wide, seconds, weights)
-    report.advice = _advice(report, wide, precision, error32)
+    kind = formats.of(precision or narrow or torch.bfloat16)
+    if isinstance(unwatched, timing.Timing) and log.largest[0]:
+        report.speed = _speed(log, unwatched, device, kind, narrow is not None)
+    report.advice = _advice(report, kind)
     return report
 
 
-class _Saved:
-    """What a training step changes, copied before, and how to put it back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        self.gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self.plain: dict[int, tuple[Any, dict]] = {}
-        self.optimizers: dict[int, tuple[Optimizer, dict, list]] = {}
-        self.training = [(module, module.training) for module in model.modules()]
-        self.cpu, self.cuda = torch.get_rng_state(), []
-        if torch.cuda.is_available():
-            self.cuda = torch.cuda.get_rng_state_all()
-        self._keep([*model.parameters(), *model.buffers()])
-
-    def _keep(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if id(tensor) not in self.tensors:
-                gradient = tensor.grad
-                self.tensors[id(tensor)] = tensor, tensor.detach().clone()
-                self.gradients[id(tensor)] = (
-                    gradient,
-                    None if gradient is None else gradient.clone(),
-                )
-
-    def first(self, who: Any) -> None:
-        """Copy an optimizer, scaler or scheduler, and an optimizer's parameters, before its first change."""
-        if isinstance(who, Optimizer):
-            if id(who) not in self.optimizers:
-                self._keep(p for group in who.param_groups for p in group["params"])
-                state = {p: copy.deepcopy(values) for p, values in who.state.items()}
-                groups = [{**group, "params": list(group["params"])} for group in who.param_groups]
-                self.optimizers[id(who)] = who, state, groups
-        elif id(who) not in self.plain:
-            kept = {
-                n: v
-                for n, v in vars(who).items()
-                if not isinstance(v, Optimizer) and not callable(v)
-            }
-            self.plain[id(who)] = who, copy.deepcopy(kept)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put everything back; may be called again."""
-        for tensor, value in self.tensors.values():
-            tensor.copy_(value)
-        for key, (gradient, value) in self.gradients.items():
-            if gradient is not None:
-                gradient.copy_(value)
-            self.tensors[key][0].grad = gradient
-        for optimizer, state, groups in self.optimizers.values():
-            optimizer.state.clear()
-            optimizer.state.update({p: copy.deepcopy(values) for p, values in state.items()})
-            for group, kept in zip(optimizer.param_groups, groups, strict=True):
-                group.clear()
-                group.update(kept)
-        for who, kept in self.plain.values():
-            vars(who).update(copy.deepcopy(kept))
-        for module, training in self.training:
-            module.training = training
-        torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
+def _has_parameters(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(True for _ in model.parameters())
 
 
-@contextmanager
-def _put_back(model: nn.Module, others: list[Any]) -> Iterator[_Saved]:
-    grad = torch.is_grad_enabled()
-    saved = _Saved(model)
-    for other in others:
-        saved.first(other)
-    try:
-        yield saved
-    finally:
-        torch.set_grad_enabled(grad)
-        saved.restore()
-
-
-def _run(
-    step: Callable, model: nn.Module, saved: _Saved, steps: int, **how: Any
-) -> tuple[Log, Exception | None]:
-    """Watch some steps from the saved state on; the exception that ended them, if one did."""
-    with Watcher(model, before_first=saved.first, **how) as watcher:
+def _run(step: Callable, watcher: Watcher, steps: int) -> tuple[Log, Exception | None]:
+    """What was seen, and the exception that ended it."""
+    with watcher:
         try:
             for _ in range(steps):
                 watcher.begin()
@@ -259,308 +192,304 @@ def _run(
     return watcher.log, None
 
 
-def _timed(step: Callable, saved: _Saved, device: torch.device) -> float:
-    """Seconds of a step that nobody watches: the median of three, from the saved state on."""
-    seconds = []
-    for _ in range(3):
-        saved.restore()
-        synchronize(device)
-        start = perf_counter()
-        step()
-        synchronize(device)
-        seconds.append(perf_counter() - start)
-    return median(seconds)
+def _finding(name: str, where: str, severity: str = "", **evidence: Any) -> Finding:
+    entry = CATALOGUE[name]
+    told = {key.replace("_", " "): value for key, value in evidence.items()}
+    severity = severity or entry["severity"]
+    return Finding(name, where, told, severity, entry["change"], entry["lesson"])
 
 
 class _Ranges:
-    """Powers of two of the activations and their gradients, by module, in a float32 run."""
+    """A sample of the values in a float32 run, by module and kind, and their largest."""
 
     def __init__(self) -> None:
-        self.counts: dict[tuple[str, str], Counter[int]] = {}
+        self.samples: dict[tuple[str, str], list[Tensor]] = {}
+        self.largest: dict[tuple[str, str], float] = {}
 
-    def note(self, name: str, output: Tensor) -> None:
-        """Count an output now, and its gradient when it comes."""
-        self._count((name, "activations"), output)
-        if output.requires_grad:
-            output.register_hook(lambda gradient: self._count((name, "gradients"), gradient))
+    def look(self, module: str, kind: str, tensor: Tensor) -> None:
+        """Take in a tensor."""
+        key, values = (module or "model", kind), tensor.detach().flatten()
+        if len(values):
+            sample = values[:: -(-len(values) // SAMPLE)].clone()
+            self.samples.setdefault(key, []).append(sample)
+            self.largest[key] = max(self.largest.get(key, 0.0), values.abs().max().item())
 
-    def _count(self, key: tuple[str, str], tensor: Tensor) -> None:
-        values = tensor.detach().float()
-        _, exponents = torch.frexp(values[values.isfinite() & (values != 0)])
-        powers, counts = (exponents - 1).unique(return_counts=True)
-        found = self.counts.setdefault(key, Counter())
-        found.update(dict(zip(powers.tolist(), counts.tolist(), strict=True)))
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per module and kind; those that fp16 would hurt most come first."""
+        rows = []
+        for (module, kind), values in self.samples.items():
+            row = {"module": module, "kind": kind, "largest": self.largest[module, kind]}
+            for name in ("fp16", "bf16"):
+                row[f"{name} loses"] = gradients.lost(values, name)
+                row[f"{name} overflows"] = gradients.overflowed(values, name)
+            best = formats.E4M3FN.max / row["largest"] if row["largest"] else 1.0
+            best = 2.0 ** math.floor(math.log2(best)) if 0 < best < math.inf else 1.0
+            rows.append(row | {"e4m3 loses": gradients.lost(values, "e4m3fn", best), "at": best})
+        return sorted(rows, key=lambda row: -row["fp16 loses"] - row["fp16 overflows"])
 
-    def all(self, kind: str) -> Counter[int]:
-        """The counts of all modules together."""
-        return sum((c for (_, k), c in self.counts.items() if k == kind), Counter())
-
-
-def _vanish(counts: Counter[int], fmt: formats.Format, shift: int = 0) -> float:
-    """Share of the non-zero values that become zero in the format after multiplication by 2**shift."""
-    below = (
-        math.log2(fmt.smallest_subnormal) - 1
-    )  # from half of the smallest number on they round to it
-    return sum(n for e, n in counts.items() if e + shift < below) / max(1, counts.total())
-
-
-def _overflow(counts: Counter[int], fmt: formats.Format, shift: int = 0) -> float:
-    """Share of the values whose power of two lies above the format's, after multiplication by 2**shift."""
-    top = math.floor(math.log2(fmt.max))
-    return sum(n for e, n in counts.items() if e + shift > top) / max(1, counts.total())
-
-
-def _findings(
-    log: Log,
-    error: Exception | None,
-    log32: Log,
-    error32: Exception | None,
-    wide: _Ranges,
-    model: nn.Module,
-    optimizers: list[Optimizer],
-    scaler: Any,
-    dtype: torch.dtype | None,
-) -> Iterator[Finding]:
-    """All findings; those that end a step first."""
-    events = log.events
-    scaled = any(event.kind == "scale" and event.who.is_enabled() for event in events)
-    if error is not None:
-        said = str(error)
-        known = (name for name, entry in CATALOGUE.items() if entry.get("raised", "\0") in said)
-        evidence = {type(error).__name__: said.strip().partition("\n")[0][:120]}
-        yield Finding(next(known, "the step raised"), f"call {log.calls} of the step", evidence)
-    yield from _of_values(log, log32, error32, model)
-    yield from _of_order(events, scaled)
-    yield from _of_optimizers(events, model, optimizers, scaled)
-
-    if scaled and dtype == torch.bfloat16:
-        yield Finding("scaler with bf16", "the scaler", {})
-    off = scaler is not None and not scaler.is_enabled()
-    off = off or any(e.kind == "scale" and not e.who.is_enabled() for e in events)
-    if dtype == torch.float16 and off:
-        yield Finding("scaler is switched off", "the scaler", {})
-    gradients = wide.all("gradients")
-    lost = _vanish(gradients, formats.FP16)
-    trains = any(event.kind == "backward" for event in events)
-    if dtype == torch.float16 and not scaled and not off and trains:
-        yield Finding("fp16 without a scaler", "the loss", {"gradients that fp16 would lose": lost})
-    if log.scales and log.scales[-1] < 2.0**-10:
-        yield Finding("scale near zero", "the scaler", {"scale": log.scales[-1]})
-
-    for idle, share in _still(log):
-        if share > 0.5:
-            yield Finding("updates are lost", "the weights", {f"{idle} weights that stay": share})
-    averages = [u for u in log.idle_updates if u[2] > 0.5]
-    if averages:
-        op, kind, share = max(averages, key=lambda u: u[2])
-        where = f"{op} on {NARROW[kind]} tensors outside of the optimizer"
-        yield Finding("moving average stands still", where, {"values that stay": share})
-    for where, kind, largest in dict((a[0], a) for a in log.angles).values():
-        evidence = {
-            f"largest in {NARROW[kind]}": largest,
-            "spacing there": formats.of(kind).ulp(largest),
+    def scale(self) -> dict[str, Any]:
+        """Which loss scales save the gradients in fp16; empty where there are none."""
+        values = [v for (_, kind), vs in self.samples.items() if "grad" in kind for v in vs]
+        largest = max((v for (_, kind), v in self.largest.items() if "grad" in kind), default=0)
+        if not values:
+            return {}
+        def saves(power: int) -> bool:
+            return gradients.lost(values, "fp16", 2.0**power) <= MUCH
+        return {
+            "gradients lost by fp16 unscaled": gradients.lost(values),
+            "smallest scale that saves 99%": 2.0 ** bisect_left(range(64), True, key=saves),
+            "largest scale without inf": formats.FP16.max / largest if largest else math.inf,
         }
-        yield Finding("positions in 16 bits", where, evidence)
-    repeated = [c for c in log.casts.values() if c.count > 1 and c.of_parameter]
-    if repeated:
-        most = max(repeated, key=lambda c: c.count * c.nbytes)
-        evidence = {"casts": sum(c.count for c in repeated), "of weights": len(repeated)}
-        yield Finding("weights are cast again and again", most.module, evidence)
-    narrow = [(w, row) for (w, kind), row in log.products.items() if kind in NARROW]
-    flops, crooked = (sum(getattr(row, n) for _, row in narrow) for n in ("flops", "misaligned"))
-    if crooked > flops / 4:
-        where = max(narrow, key=lambda pair: pair[1].misaligned)[0]
-        yield Finding(
-            "sizes are not multiples of 8", where, {"share of the FLOPs": crooked / flops}
-        )
-    if log.reads > 2 * log.calls:
-        yield Finding(
-            "Python waits for values", "the loop", {"reads a step": log.reads / log.calls}
-        )
+
+
+def _of_error(log: Log, error: Exception | None, error32: Exception | None) -> Iterator[Finding]:
+    if error is not None:
+        said = str(error).strip()
+        known = (n for n, e in CATALOGUE.items() if "raised" in e and re.search(e["raised"], said))
+        where = f"call {len(log.seconds)} of the step"
+        name = "the step raised" if error32 else next(known, "the step raised")
+        yield _finding(name, where, **{type(error).__name__: said.partition("\n")[0][:120]})
 
 
 def _of_values(
-    log: Log, log32: Log, error32: Exception | None, model: nn.Module
+    log: Log, log32: Log, scale: dict[str, Any], narrow: torch.dtype | None, scaler: Any
 ) -> Iterator[Finding]:
-    """Infinities and NaN in the forward pass, and whose they are."""
+    """What does not fit its format, and whether a scaler helps."""
+    kinds = {event.kind for event in log.events}
+    scaled, off = _scaled(log), scaler is not None and not scaler.is_enabled()
+    off = off or not scaled and "scale" in kinds
+    allowed = scale.get("largest scale without inf", math.nan)  # NaN if a gradient is
     if log.bad_inputs:
-        yield Finding(
-            "input is not finite", "what the model is given", {"steps": len(log.bad_inputs)}
-        )
-    elif log32.not_finite:
-        yield Finding("not finite in float32 either", log32.not_finite[0], {})
+        yield _finding("input is not finite", "what the model is given", calls=log.bad_inputs)
+    elif log32.not_finite or scale and not allowed > 0:
+        where = [*log32.not_finite, "the gradients"][0]
+        yield _finding("not finite in float32 either", where)
     elif log.not_finite:
-        yield Finding("activation overflows", log.not_finite[0], {})
+        count = len(set(log.not_finite))
+        yield _finding("activation overflows", log.not_finite[0], modules=count)
+    elif scaled and "step" in kinds and "optimizer" not in kinds and log.scales:
+        if log.scales[0] < allowed / 2:
+            evidence = {"scale": log.scales[0], "float32_allows": allowed}
+            yield _finding("every step is skipped", "the scaler", **evidence)
+    if scaled and narrow == torch.bfloat16:
+        yield _finding("scaler with bf16", "the scaler")
+    if narrow == torch.float16 and not scaled and "backward" in kinds:
+        share = scale.get("gradients lost by fp16 unscaled", math.nan)
+        name = "scaler is switched off" if off else "fp16 without a scaler"
+        severity = "warning" if share <= MUCH else ""
+        yield _finding(name, "the loss", severity, gradients_that_fp16_would_lose=share)
+    if log.scales and log.scales[-1] < 2.0**-10:
+        yield _finding("scale near zero", "the scaler", scale=log.scales[-1])
+    for (where, dtype), largest in log.angles.items():
+        spacing = formats.of(dtype).ulp(largest)
+        yield _finding("positions in 16 bits", where, largest=largest, spacing_there=spacing)
 
 
-def _of_order(events: list[Event], scaled: bool) -> Iterator[Finding]:
+def _scaled(log: Log) -> bool:
+    return any(event.kind == "scale" and event.who.is_enabled() for event in log.events)
+
+
+def _of_order(log: Log) -> Iterator[Finding]:
     """What happened at the wrong time."""
     found: Counter[tuple[str, str]] = Counter()
-    unscaled: set[int] = set()
-    dirty = False  # gradients of a scaled loss have come since the last unscale_
-    stepped_in: set[int | None] = set()
-    skipped = stepped = False
-    for before, event in zip([None, *events], events, strict=False):
-        if event.kind == "backward":
-            if unscaled and scaled:
-                found["unscale_ inside accumulation", "the scaler"] += 1
-            dirty = True
-            if event.dtype is not None:
-                found["backward inside autocast", "the loss"] += 1
-        elif event.kind == "unscale":
-            unscaled.add(id(event.who))
-        elif event.kind == "clip" and scaled and dirty and not unscaled:
-            found["clip before unscale_", "the gradients"] += 1
-        elif event.kind == "scaler_step":
+    scaled, kinds = _scaled(log), {event.kind for event in log.events}
+    raw = skipped = False  # scaled gradients wait for unscale_; the last step was skipped
+    unscaled, done = set(), set()  # optimizers, since update and since backward
+    stepped = set()  # autocast regions in which an optimizer stepped
+    for event in log.events:
+        who = type(event.who).__name__
+        if event.kind == "forward":
+            stale = event.dtype is not None and event.region in stepped
+            found["stale casts", "one autocast region around several steps"] += stale
+        elif event.kind == "backward":
+            found["unscale_ inside accumulation", "the scaler"] += scaled and bool(unscaled)
+            found["backward inside autocast", "the loss"] += event.dtype is not None
+            raw, done = True, set()
+        elif event.kind == "unscale_":
+            unscaled.add(event.who)
+        elif event.kind == "clip":
+            found["clip before unscale_", "the gradients"] += scaled and raw and not unscaled
+        elif event.kind == "step":
             skipped = True
+            done.add(event.who)
         elif event.kind == "optimizer":
-            stepped_in.add(event.region)
-            skipped, stepped = False, True
+            past = not event.by_scaler and (raw and event.who not in unscaled or event.who in done)
+            found["step past the scaler", who] += scaled and past
+            skipped = False
+            stepped |= {event.region} - {None}
         elif event.kind == "update":
-            unscaled.clear()
-            dirty = False
-        elif event.kind == "scheduler" and skipped:
-            found["scheduler on a skipped step", type(event.who).__name__] += 1
-        elif event.kind == "forward" and event.region in stepped_in - {None}:
-            found["stale casts", "one autocast region around several steps"] += 1
-    if scaled and stepped and not any(e.kind == "update" for e in events):
-        found["update is missing", "the scaler"] += 1
-    for (name, where), times in found.items():
-        yield Finding(name, where, {"times": times})
+            raw, unscaled = False, set()
+        elif event.kind == "scheduler":
+            found["scheduler on a skipped step", who] += skipped
+    missing = scaled and "step" in kinds and "update" not in kinds
+    found["update is missing", "the scaler"] += missing
+    yield from (_finding(*key, times=times) for key, times in found.items() if times)
 
 
 def _of_optimizers(
-    events: list[Event], model: nn.Module, given: list[Optimizer], scaled: bool
+    log: Log, model: nn.Module, given: list[Optimizer], updates: list[dict]
 ) -> Iterator[Finding]:
-    """Optimizers that hold the wrong parameters, or whose eps is nothing."""
-    seen = {id(e.who): e.who for e in events if e.kind in ("optimizer", "scaler_step")}
-    seen = seen or {id(optimizer): optimizer for optimizer in given}
+    """Optimizers that hold the wrong parameters, and updates that do nothing."""
+    stepped = {event.who for event in log.events if event.kind in ("optimizer", "step")}
+    held = {o: [p for g in o.param_groups for p in g["params"]] for o in stepped or given}
     own = {id(p) for p in model.parameters()}
-    held = {
-        key: [p for group in optimizer.param_groups for p in group["params"]]
-        for key, optimizer in seen.items()
+    if held and own.isdisjoint(id(p) for parameters in held.values() for p in parameters):
+        yield _finding("optimizer holds other parameters", type(next(iter(held))).__name__)
+    for optimizer in {*given} - stepped:
+        count = len(log.seconds)
+        yield _finding("optimizer never steps", type(optimizer).__name__, steps=count)
+    for optimizer, parameters in held.items():
+        for dtype in {p.dtype for p in parameters} & {*NARROW}:
+            eps = optimizer.defaults.get("eps")
+            if eps and torch.tensor(eps, dtype=dtype) == 0:
+                where = f"{type(optimizer).__name__} on {formats.of(dtype).name} weights"
+                yield _finding("eps is zero", where, eps=eps)
+    for row in updates:
+        if row["stay"] > 0.5:
+            by_loop = row["by"] == "the loop"
+            name = "moving average stands still" if by_loop else "updates are lost"
+            where = f"{row['by']}'s {row['op']} on {row['dtype']}"
+            yield _finding(name, where, share_that_stays=row["stay"], values=row["due"])
+
+
+def _of_speed(log: Log) -> Iterator[Finding]:
+    """What slows a step down, apart from what the clock says."""
+    repeated = {key[0]: op.repeats for key, op in log.ops.items() if op.repeats}
+    if repeated:
+        where, casts = max(repeated, key=repeated.get), sum(repeated.values())
+        yield _finding("weights are cast again and again", where, casts=casts)
+    products = {key[0]: op for key, op in log.ops.items() if key[3] in NARROW and op.flops}
+    crooked = sum(op.misaligned for op in products.values())
+    share = crooked / max(1, sum(op.flops for op in products.values()))
+    if share > 0.25:
+        where = max(products, key=lambda module: products[module].misaligned)
+        yield _finding("sizes are not multiples of 8", where, share_of_the_FLOPs=share)
+    reads = log.reads / len(log.seconds)
+    if reads > 2:
+        yield _finding("Python waits for values", "the loop", reads_a_step=reads)
+
+
+def _map(log: Log) -> list[dict[str, Any]]:
+    """A row per module, phase, op and dtype, a step; the most FLOPs come first."""
+    rows = []
+    for (module, phase, name, dtype), op in log.ops.items():
+        row = {"module": module, "phase": phase, "op": name, "dtype": str(dtype)[6:]}
+        rows.append(row | {n: total // len(log.seconds) for n, total in asdict(op).items()})
+    return sorted(rows, key=lambda row: (-row["flops"], -row["nbytes"]))
+
+
+def _updates(log: Log) -> list[dict[str, Any]]:
+    return [
+        {"by": by, "op": op, "dtype": str(dtype)[6:], "due": n, "stay": log.stayed[key] / n}
+        for key, n in log.due.items()
+        for by, op, dtype in [key]
+        if n
+    ]
+
+
+def _speed(
+    log: Log, step: timing.Timing, device: torch.device, kind: formats.Format, narrow: bool
+) -> dict[str, Any]:
+    """The share of products in a step, and what 16 bits could gain at most (Amdahl's law)."""
+    flops, func, shapes = log.largest
+
+    def product(dtype: torch.dtype) -> Callable[[], Any]:
+        def filled(t: Tensor) -> Tensor:
+            return torch.full(t.shape, 0.5, device=device, dtype=dtype)  # draws no random numbers
+
+        args, kwargs = tree_map_only(Tensor, filled, shapes)
+        return lambda: func(*args, **kwargs)
+
+    with torch.no_grad():
+        pair = {"wide": product(torch.float32), "narrow": product(kind.dtype)}
+        taken = list(timing.compare(pair, 5, 1, device, patience=0.5).values())
+    if device.type == "cpu":  # CPU time does not mind what else runs on the machine
+        step, *taken = [timing.Timing(t.cpu_seconds) for t in (step, *taken)]
+    faster, spread = timing.ratio(*taken)
+    shares = [min(0.99, seconds["products"] / step.median) for seconds in log.seconds]
+    low, high = max(0.01, faster - spread / 2), faster + spread / 2
+    gains = [
+        1 - p + p * s if narrow else 1 / (1 - p + p / s)
+        for p in (median(shares), min(shares), max(shares))
+        for s in (faster, low, high)
+    ]
+    return {
+        "seconds a step": step.median,
+        "products": median(shares),
+        "casts": median(seconds["casts"] for seconds in log.seconds) / step.median,
+        "FLOPs of the largest product": flops,
+        f"{kind.name} is faster there": faster,
+        "±": spread / 2,
+        "most gain of a step": gains[0],
+        "from": min(gains),
+        "to": max(gains),
+        "TF32": device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32",
     }
-    if seen and not any(id(p) in own for parameters in held.values() for p in parameters):
-        evidence = {"parameters in common": 0}
-        yield Finding(
-            "optimizer holds other parameters", type(next(iter(seen.values()))).__name__, evidence
-        )
-    for key, optimizer in seen.items():
-        for group in optimizer.param_groups:
-            for kind in {p.dtype for p in group["params"]} & set(NARROW):
-                if group.get("eps") and torch.tensor(group["eps"], dtype=kind) == 0:
-                    where = f"{type(optimizer).__name__} on {NARROW[kind]} weights"
-                    yield Finding("eps is zero", where, {"eps": group["eps"]})
 
 
-def _still(log: Log) -> list[tuple[str, float]]:
-    """Share of the weights that should have moved and did not, by dtype, of the worst optimizer."""
-    worst: dict[torch.dtype, float] = {}
-    for shares in log.still.values():
-        for kind, share in shares.items():
-            worst[kind] = max(worst.get(kind, 0.0), share)
-    return [(formats.of(kind).name, share) for kind, share in worst.items()]
-
-
-def _measure(
-    report: Report, log: Log, log32: Log, wide: _Ranges, seconds: float, weights: torch.dtype
-) -> None:
-    """Fill in the report's tables."""
-    total = sum(row.flops for row in log.products.values()) or 1
-    narrow = sum(row.flops for (_, kind), row in log.products.items() if kind in NARROW)
-    report.casts = {
-        "share of FLOPs in 16 bits": narrow / total,
-        "FLOPs": total // log.calls,
-        "casts": sum(c.count for c in log.casts.values()) // log.calls,
-        "bytes of casts": sum(c.count * c.nbytes for c in log.casts.values()) // log.calls,
-    }
-    for (name, kind), counts in wide.counts.items():
-        row: dict[str, Any] = {"module": name, "kind": kind, "largest": max(counts, default=0)}
-        for fmt in (formats.FP16, formats.BF16):
-            row |= {
-                f"{fmt.name} vanish": _vanish(counts, fmt),
-                f"{fmt.name} overflow": _overflow(counts, fmt),
-            }
-        best = math.floor(math.log2(formats.E4M3FN.max)) - max(counts, default=0)
-        report.ranges.append(
-            row | {"e4m3fn vanish, best scale": _vanish(counts, formats.E4M3FN, best)}
-        )
-    gradients = wide.all("gradients")
-    if gradients:
-        save = next((s for s in range(64) if _vanish(gradients, formats.FP16, s) <= MUCH), None)
-        report.scale = {
-            "gradients lost by fp16 unscaled": _vanish(gradients, formats.FP16),
-            "smallest scale that saves 99%": math.inf if save is None else 2.0**save,
-            "largest scale without inf": 2.0 ** (15 - max(gradients)),
+def _advice(report: Report, kind: formats.Format) -> str:
+    """Which precision, and the measured reasons, in the catalogue's words."""
+    words, speed, name = CATALOGUE["advice"], report.speed, kind.name
+    if report.precision.startswith("pure"):
+        return words["pure"].format(report.precision[5:])
+    if not report.ranges:
+        return words["unknown"]
+    activations = [row for row in report.ranges if row["kind"] == "activations"]
+    top = max((row["largest"] for row in activations), default=0.0)
+    needed, most = [1.0, math.inf, *report.scale.values()][-2:]
+    lost = max(row["bf16 loses"] + row["bf16 overflows"] for row in report.ranges)
+    facts = {"top": top, "needed": needed, "most": most, "lost": lost, "name": name}
+    ill = "overflow" if top > formats.FP16.max else "torn" if needed > most else ""
+    reasons = [words[ill or "fits"]]
+    pick = "fp16 with a scaler" if kind is formats.FP16 and not ill else "bf16 without a scaler"
+    if speed:
+        facts |= {"faster": speed[f"{name} is faster there"], "casts": speed["casts"]}
+        facts |= {key: speed[key] for key in ("from", "to")} | {
+            "gain": speed["most gain of a step"]
         }
-    taken, taken32 = (
-        sum(row.seconds for row in one.products.values()) / max(1, one.calls)
-        for one in (log, log32)
-    )
-    if math.isfinite(seconds) and taken32:
-        report.speed = {
-            "seconds a step": seconds,
-            "of which products": min(1.0, taken / seconds),
-            "products, float32 / now": taken32 / max(taken, 1e-9),
-        }
+        if speed["to"] < 1.1:
+            pick = "TF32, which is on" if speed["TF32"] else "float32"
+            reasons.append(words["no gain"])
+        slow = {"casts": speed["casts"] > 0.1, "products": speed["products"] < 0.3}
+        slow |= {"small": speed["FLOPs of the largest product"] < 1e7}
+        reasons = [words["speed"], *(words[key] for key, is_so in slow.items() if is_so), *reasons]
+    return f"{pick}: {'; '.join(reasons)}.".format(**facts)
 
 
-def _advice(report: Report, wide: _Ranges, precision: str | None, error32: Exception | None) -> str:
-    """Which precision, for the range that was measured."""
-    if error32 is not None or not wide.counts:
-        return "could not tell: the step does not run in float32 here."
-    everything = wide.all("activations") + wide.all("gradients")
-    too_large = _overflow(wide.all("activations"), formats.FP16)
-    needed = report.scale.get("smallest scale that saves 99%", 1.0)
-    most = report.scale.get("largest scale without inf", math.inf)
-    bf16 = _vanish(everything, formats.BF16) + _overflow(everything, formats.BF16)
-    wanted = precision or report.precision
-    if too_large or needed > most:
-        fp16 = (
-            f"fp16 would overflow in {too_large:.2%} of the activations"
-            if too_large
-            else (f"no one scale would do in fp16: {needed:g} needed, {most:g} possible")
-        )
-        return f"bf16 or float32: {fp16}; bf16 would lose {bf16:.2%}."
-    scaler = "with a scaler" if needed > 1 else "even without a scaler in these steps"
-    if wanted == "fp16":
-        return f"fp16 {scaler}: scales from {needed:g} to {most:g} would do; bf16 needs none."
-    return f"bf16 without a scaler; fp16 would do {scaler} ({needed:g} to {most:g})."
-
-
-def _in_words(value: Any) -> Any:
-    """JSON has no inf and no NaN."""
-    if isinstance(value, dict):
-        return {name: _in_words(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_in_words(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _listed(facts: dict[str, Any]) -> str:
-    shown = ((n, f"{v:.3g}" if isinstance(v, float) else str(v)) for n, v in facts.items())
-    return ", ".join(f"{name}: {value}" for name, value in shown)
+    return ", ".join(f"{name} {_shown(value)}" for name, value in facts.items())
 
 
-def main(arguments: list[str]) -> int:
-    """`python -m amp_utils.doctor train:make_step`: examine what make_step() returns, (step, model, …)."""
-    if len(arguments) != 1 or ":" not in arguments[0]:
-        print(
-            "Give MODULE:FUNCTION; the function returns the arguments of examine.", file=sys.stderr
-        )
-        return 2
-    module, _, function = arguments[0].partition(":")
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    cells = [list(rows[0]), *([_shown(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+
+
+@click.command()
+@click.argument("target", metavar="MODULE:FUNCTION")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def command(target: str, as_json: bool) -> None:
+    """Examine what FUNCTION() returns: the arguments of `examine`, as a tuple or by name.
+
+    Exit status 1 where a finding is an error, 2 for wrong usage.
+    """
     sys.path.insert(0, "")
+    module, _, function = target.partition(":")
     try:
-        make = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        print(f"{arguments[0]} cannot be imported: {error}.", file=sys.stderr)
-        return 2
-    made = make()
-    report = examine(**made) if isinstance(made, dict) else examine(*made)
-    print(report)
-    return int(any(finding.severity == "error" for finding in report.findings))
+        made = getattr(import_module(module), function)()
+        report = examine(**made) if isinstance(made, dict) else examine(*made)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise click.BadParameter(f"{target}: {error}") from None
+    click.echo(report.to_json() if as_json else report)
+    sys.exit(any(found.severity == "error" for found in report.findings))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command()

@@ -1,12 +1,15 @@
-"""What a training step does, in order, seen without touching its code.
+"""What a training step does, in order, seen without touching its code, and undone afterwards.
 
-`Watcher` stands where torch lets others listen: hooks of all optimizers and modules, the entry of the
-autograd engine, autocast's own `__enter__`, the methods of the gradient scalers, and, below autocast, a
-dispatch mode for products, casts and updates in place. It records plain data and decides nothing;
-`amp_utils.doctor` reads it.
+`Watcher` listens where torch lets others listen: at all optimizers and modules, the entry of the
+autograd engine, autocast's own `__enter__`, the methods of gradient scalers and schedulers, and,
+below autocast, at every kernel. It records plain data; `amp_utils.doctor` judges. `Saved` copies
+what a step changes, and puts it back.
 """
 
-from collections.abc import Callable
+import copy
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,64 +17,57 @@ from time import perf_counter
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
+from torch.nn.modules import module as hooks
+from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from amp_utils.scaler import LossScaler
-from amp_utils.timing import synchronize
+from amp_utils.timing import cpu_clock, synchronize
 
 aten = torch.ops.aten
-UPDATES = {"mul_", "add_", "sub_", "div_", "lerp_", "addcmul_", "addcdiv_"}
-SCALER = {"scale": "scale", "unscale_": "unscale", "step": "scaler_step", "update": "update"}
+NARROW = (torch.float16, torch.bfloat16)
+UPDATES = {"mul_", "add_", "sub_", "div_", "lerp_", "addcmul_", "addcdiv_", "copy_"}
 CLAMPS, NORMS = {"clamp_", "clamp_min_", "clamp_max_"}, {"norm", "linalg_vector_norm"}
+RANDOM = [
+    (random.getstate, random.setstate),
+    (numpy.random.get_state, numpy.random.set_state),
+    (torch.get_rng_state, torch.set_rng_state),
+    (torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all),
+]
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened; `who` is the optimizer, scaler or scheduler it happened to.
+    """One thing that happened, and the optimizer, scaler or scheduler it happened to.
 
-    kind: forward, scale, backward, unscale, clip, optimizer (it really stepped), scaler_step, update,
-    scheduler. `region` numbers the outermost autocast region it happened in (None: outside of any), `dtype`
-    is autocast's there (None: switched off), `call` the number of the training step.
+    kind: forward, scale, backward, unscale_, clip, optimizer (it really stepped), step (of the
+    scaler), update or scheduler. `region` numbers the outermost autocast region with a cache,
+    `dtype` is autocast's; None outside of any. `by_scaler`: it happened inside the scaler.
     """
 
     kind: str
     who: Any
-    call: int
     region: int | None
     dtype: torch.dtype | None
+    by_scaler: bool
 
 
 @dataclass
-class Product:
-    """Matrix products, convolutions and attention of one dtype in one module ("backward": in none)."""
+class Op:
+    """What one kernel did in one dtype, module and phase, in all steps together."""
 
-    flops: int = 0
     calls: int = 0
-    seconds: float = 0.0
-    misaligned: int = 0  # FLOPs whose sizes are not all multiples of 8
-
-
-@dataclass
-class Cast:
-    """Conversions of one tensor from one floating dtype to another within one autocast region."""
-
-    module: str
-    source: torch.dtype
-    target: torch.dtype
-    nbytes: int
-    of_parameter: bool
-    count: int = 0
+    flops: int = 0
+    misaligned: int = 0  # FLOPs of sizes that are not multiples of 8
+    nbytes: int = 0  # of casts, read and written
+    repeats: int = 0  # casts of a weight that the same region had cast before
 
 
 @dataclass
@@ -79,83 +75,137 @@ class Log:
     """Everything that was seen."""
 
     events: list[Event] = field(default_factory=list)
-    products: dict[tuple[str, torch.dtype], Product] = field(default_factory=dict)
-    casts: dict[tuple, Cast] = field(default_factory=dict)
-    # By optimizer: share of the weights that it should have moved and that stayed what they were, by dtype.
-    still: dict[int, dict[torch.dtype, float]] = field(default_factory=dict)
-    # Updates in place of 16-bit tensors outside of optimizers: (op, dtype, share that changed nothing).
-    idle_updates: list[tuple[str, torch.dtype, float]] = field(default_factory=list)
-    angles: list[tuple[str, torch.dtype, float]] = field(default_factory=list)
+    # By (module, "forward" or "backward", kernel, dtype).
+    ops: dict[tuple[str, str, str, torch.dtype], Op] = field(default_factory=dict)
+    seconds: list[Counter[str]] = field(default_factory=list)  # in products and casts, by step
+    largest: tuple[int, Callable, Any] = (0, print, ())  # FLOPs, kernel, arguments without data
+    # Values in 16 bits that float32 would have moved, by (who updates, kernel, dtype), and those
+    # of them that stayed what they were.
+    due: Counter[tuple] = field(default_factory=Counter)
+    stayed: Counter[tuple] = field(default_factory=Counter)
+    angles: dict[tuple[str, torch.dtype], float] = field(default_factory=dict)
     not_finite: list[str] = field(default_factory=list)  # modules with finite inputs, in order
-    bad_inputs: list[str] = field(default_factory=list)  # what the model was given is not finite
+    bad_inputs: int = 0  # calls of the model with values that are not finite
     reads: int = 0  # values that Python asked for, each of which waits for a GPU
     scales: list[float] = field(default_factory=list)  # after each update
-    calls: int = 0
+
+
+class Saved:
+    """Copies of what a training step changes, each made before its first change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[int, tuple] = {}
+        self.modules: dict[int, tuple] = {}
+        self.objects: dict[int, tuple[Any, dict]] = {}
+        self.random = [get() for get, _ in RANDOM]
+        self.grad = torch.is_grad_enabled()
+        self.keep_module(model)
+
+    def keep_module(self, root: nn.Module) -> None:
+        """Copy what a module, and each one inside it, holds."""
+        for m in root.modules():
+            self.modules.setdefault(id(m), (m, dict(vars(m)), {**m._parameters}, {**m._buffers}))
+        self.keep([*root.parameters(), *root.buffers()])
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Copy tensors and their gradients."""
+        for t in tensors:
+            if id(t) not in self.tensors:
+                grad = t.grad if t.is_leaf else None
+                copies = t.detach().clone(), None if grad is None else grad.clone()
+                self.tensors[id(t)] = t, t.requires_grad, grad, *copies
+
+    def keep_object(self, who: Any) -> None:
+        """Copy an optimizer, scaler or scheduler, and those inside it."""
+        if id(who) not in self.objects:
+            self.objects[id(who)] = who, {}
+            if isinstance(who, Optimizer):
+                self.keep(p for group in who.param_groups for p in group["params"])
+            for part in vars(who).values():
+                if isinstance(part, Optimizer) or hasattr(part, "unscale_"):
+                    self.keep_object(part)
+            self.objects[id(who)] = who, self._copied(vars(who))
+
+    def _copied(self, attributes: dict) -> dict:
+        known = [row[0] for row in [*self.tensors.values(), *self.objects.values()]]
+        memo, kept = {id(it): it for it in known}, dict(attributes)
+        for name, value in attributes.items():
+            with suppress(Exception):  # an open file, a lock: nothing that a step changes
+                kept[name] = copy.deepcopy(value, memo)
+        return kept
+
+    def restore(self) -> None:
+        """Put everything back; may be called again."""
+        for module, attributes, parameters, buffers in self.modules.values():
+            vars(module).update(attributes)
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+        with torch.no_grad():
+            for tensor, requires_grad, grad, value, grad_value in self.tensors.values():
+                tensor.copy_(value)
+                if tensor.is_leaf:
+                    tensor.grad = grad if grad is None else grad.copy_(grad_value)
+                    tensor.requires_grad_(requires_grad)
+        for who, kept in self.objects.values():
+            vars(who).clear()
+            vars(who).update(self._copied(kept))
+        for (_, put), state in zip(RANDOM, self.random, strict=True):
+            put(state)
+        torch.set_grad_enabled(self.grad)
 
 
 class Watcher:
     """Context manager: fills `log` while training steps run; call `begin()` before each of them.
 
-    With `fp32=True` autocast stays off and scalers do nothing, so that the same step shows its true numbers.
-    `on_output(module name, tensor)` is called with every floating output of a module without children.
+    With `fp32=True` autocast stays off and scalers do nothing, so that the same step shows its true
+    numbers. `on_values(module, kind, tensor)` gets the outputs of modules without children,
+    their gradients, and the weights' gradients when an optimizer steps.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        *,
+        saved: Saved,
         fp32: bool = False,
-        before_first: Callable[[Any], None] = lambda _: None,
-        on_output: Callable[[str, Tensor], None] | None = None,
+        on_values: Callable[[str, str, Tensor], None] | None = None,
     ) -> None:
-        self.log, self.model, self.fp32 = Log(), model, fp32
-        self.before_first, self.on_output = before_first, on_output
+        self.log, self.model, self.saved, self.fp32 = Log(), model, saved, fp32
+        self.on_values = on_values
+        self.device = next(model.parameters()).device
         self.names = {id(module): name or "model" for name, module in model.named_modules()}
-        self.parameters = {p.data_ptr() for p in model.parameters()}
-        self.inside: list[str] = []  # what is running: "backward", "optimizer", "scaler"
+        self.weights = {p.data_ptr(): n.rpartition(".")[0] for n, p in model.named_parameters()}
+        self.inside: list[str] = []  # what is running: backward, optimizer, scaler, watcher
         self.modules: list[str] = []
         self.depth = self.region = 0
-        self._seen: set[int] = set()
-        self._cloned: dict[int, list] = {}
-        self._stack = ExitStack()
 
     def begin(self) -> None:
         """A new training step begins."""
-        self.log.calls += 1
-        self.inside.clear()
-        self.modules.clear()
+        self.log.seconds.append(Counter())
 
     def note(self, kind: str, who: Any = None) -> None:
         """Add an event."""
-        device = next((p.device.type for p in self.model.parameters()), "cpu")
-        on = torch.is_autocast_enabled(device)
-        outside = not on and not self.depth
-        region = None if outside else self.region
-        dtype = torch.get_autocast_dtype(device) if on else None
-        self.log.events.append(Event(kind, who, self.log.calls, region, dtype))
-
-    def first(self, who: Any) -> None:
-        """Let the owner save the state of an optimizer, scaler or scheduler before it changes."""
-        if id(who) not in self._seen:
-            self._seen.add(id(who))
-            self.before_first(who)
+        on = self.depth > 0 and torch.is_autocast_enabled(self.device.type)
+        dtype = torch.get_autocast_dtype(self.device.type) if on else None
+        region = self.region if on and torch.is_autocast_cache_enabled() else None
+        self.log.events.append(Event(kind, who, region, dtype, "scaler" in self.inside))
 
     def __enter__(self) -> "Watcher":
         with ExitStack() as stack:
-            self._replace(stack, autocast, "__enter__", self._enter_region)
-            self._replace(stack, autocast, "__exit__", self._exit_region)
-            self._replace(stack, torch.autograd, "_engine_run_backward", self._backward)
+            replace = partial(self._replace, stack)
+            replace(autocast, "__enter__", self._enter_region)
+            replace(autocast, "__exit__", self._exit_region)
+            replace(torch.autograd, "_engine_run_backward", self._backward)
             for scaler in (torch.amp.GradScaler, LossScaler):
-                for method in SCALER:
-                    self._replace(stack, scaler, method, partial(self._scaler, method))
-            for scheduler in _subclasses(LRScheduler):
+                for method in ("scale", "unscale_", "step", "update", "get_scale"):
+                    replace(scaler, method, partial(self._scaler, method))
+            for scheduler in _family(LRScheduler):
                 if "step" in vars(scheduler):
-                    self._replace(stack, scheduler, "step", self._scheduler_step)
+                    replace(scheduler, "step", self._scheduler_step)
             for handle in (
-                register_optimizer_step_pre_hook(self._optimizer_begins),
-                register_optimizer_step_post_hook(self._optimizer_ends),
-                nn.modules.module.register_module_forward_pre_hook(self._module_begins),
-                nn.modules.module.register_module_forward_hook(self._module_ends),
+                optimizer.register_optimizer_step_pre_hook(self._optimizer_begins),
+                optimizer.register_optimizer_step_post_hook(self._optimizer_ends),
+                hooks.register_module_forward_pre_hook(self._module_begins),
+                hooks.register_module_forward_hook(self._module_ends, always_call=True),
             ):
                 stack.callback(handle.remove)
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -178,227 +228,214 @@ class Watcher:
     def _enter_region(self, enter: Callable, region: autocast) -> Any:
         self.region += self.depth == 0
         self.depth += 1
-        enabled = region._enabled
-        if self.fp32:
-            region._enabled = False
-        try:
+        with mock.patch.object(region, "_enabled", region._enabled and not self.fp32):
             return enter(region)
-        finally:
-            region._enabled = enabled
 
     def _exit_region(self, leave: Callable, region: autocast, *error: Any) -> Any:
         self.depth -= 1
         return leave(region, *error)
-
-    def _backward(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
-        self.note("backward")
-        return self._during("backward", run, *args, **kwargs)
 
     def _during(self, what: str, run: Callable, *args: Any, **kwargs: Any) -> Any:
         self.inside.append(what)
         try:
             return run(*args, **kwargs)
         finally:
-            if self.inside:
-                self.inside.pop()
+            self.inside.remove(what)
+
+    def _backward(self, run: Callable, *args: Any, **kwargs: Any) -> Any:
+        if "backward" not in self.inside:  # else a checkpoint computes again
+            self.note("backward")
+        return self._during("backward", run, *args, **kwargs)
 
     def _scaler(self, method: str, call: Callable, scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        self.first(scaler)
-        if "scaler" not in self.inside:  # else it calls itself, as `step` calls `unscale_`
-            self.note(SCALER[method], args[0] if method in ("unscale_", "step") else scaler)
+        self._during("watcher", self.saved.keep_object, scaler)
+        if "scaler" not in self.inside and method != "get_scale":
+            self.note(method, args[0] if method in ("unscale_", "step") else scaler)
+        if self.fp32 and method == "step":
+            return args[0].step(*args[1:], **kwargs)
         if self.fp32:
-            return args[0].step(*args[1:], **kwargs) if method == "step" else (*args, None)[0]
+            return {"scale": [*args, None][0], "get_scale": 1.0}.get(method)
         result = self._during("scaler", call, scaler, *args, **kwargs)
         if method == "update":
             self.log.scales.append(self._during("scaler", scaler.get_scale))
         return result
 
     def _scheduler_step(self, step: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        self.first(scheduler.optimizer)
-        self.first(scheduler)
+        self._during("watcher", self.saved.keep_object, scheduler)
         self.note("scheduler", scheduler)
         return step(scheduler, *args, **kwargs)
 
     def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.first(optimizer)
-        self.inside.append("optimizer")
-        found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips by itself
-        if found_inf is None or not found_inf.item():
+        self._during("watcher", self.saved.keep_object, optimizer)
+        if not getattr(optimizer, "found_inf", 0):  # a fused optimizer skips by itself
             self.note("optimizer", optimizer)
-            if id(optimizer) not in self.log.still and not self.fp32:
-                with torch.no_grad():
-                    self._cloned[id(optimizer)] = [
-                        (p, p.detach().clone(), (p.grad != 0) | (bool(decay) & (p != 0)))
-                        for group in optimizer.param_groups
-                        for decay in [group.get("weight_decay", 0)]
-                        for p in group["params"]
-                        if p.grad is not None and not p.grad.is_sparse
-                    ]
+        for p in [p for g in optimizer.param_groups for p in g["params"]] if self.on_values else ():
+            if p.grad is not None and not p.grad.is_sparse:
+                self.on_values(
+                    self.weights.get(p.data_ptr(), "weights"), "weight gradients", p.grad
+                )
+        self.inside.append("optimizer")
 
     def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        counts: dict[torch.dtype, list[int]] = {}
-        for p, before, due in self._cloned.pop(id(optimizer), []):
-            moved, total = counts.setdefault(p.dtype, [0, 0])
-            counts[p.dtype] = [
-                moved + int(((p.detach() == before) & due).sum()),
-                total + int(due.sum()),
-            ]
-        if counts:
-            shares = {dtype: still / max(total, 1) for dtype, (still, total) in counts.items()}
-            self.log.still[id(optimizer)] = shares
-        if self.inside:
-            self.inside.pop()
+        self.inside.remove("optimizer")
 
     def _module_begins(self, module: nn.Module, args: Any) -> None:
-        name = self.names.get(id(module))
-        if name is None:
-            return
-        if module is self.model:
+        if not self.modules and "backward" not in self.inside:
             self.note("forward")
-        self.modules.append(name)
+        if id(module) not in self.names:
+            self._during("watcher", self.saved.keep_module, module)
+            self.names[id(module)] = type(module).__name__
+        self.modules.append(self.names[id(module)])
 
     def _module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        name = self.names.get(id(module))
-        if name is None or not self.modules:
-            return
-        self._during("watcher", self._look, name, module, args, output)
+        self._during("watcher", self._look, module, args, output)
         self.modules.pop()
 
-    def _look(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        given, made = _float_tensors(args), _float_tensors(output)
-        fine = all(t.isfinite().all() for t in given)
-        if module is self.model and not fine:
-            self.log.bad_inputs.append(name)
-        if fine and not all(t.isfinite().all() for t in made) and not self.log.not_finite:
-            self.log.not_finite.append(name)
-        if self.on_output and not any(True for _ in module.children()):
+    def _look(self, module: nn.Module, args: Any, output: Any) -> None:
+        made, name = floats(output), self.modules[-1]
+        if not all(t.isfinite().all() for t in made):
+            given = all(t.isfinite().all() for t in floats(args))
+            self.log.bad_inputs += not given and module is self.model
+            self.log.not_finite += [name] * given
+        if self.on_values and "backward" not in self.inside and not any(module.children()):
             for tensor in made:
-                self.on_output(name, tensor)
+                self.on_values(name, "activations", tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._gradient, name))
+
+    def _gradient(self, name: str, gradient: Tensor) -> None:
+        self._during("watcher", self.on_values, name, "gradients", gradient)
 
 
 class _Kernels(TorchDispatchMode):
-    """Below autocast: products, casts, and what is updated in place."""
+    """Below autocast: every kernel, and what the loop itself updates in place."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
         self.watcher, self.log, self.normed = watcher, watcher.log, -1
+        self.owners: dict[int, str] = {}  # module by the autograd node's sequence number
+        self.cast: set[tuple] = set()
+        self.clock = cpu_clock if watcher.device.type == "cpu" else perf_counter
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, watcher = kwargs or {}, self.watcher
-        packet, inside = getattr(func, "overloadpacket", None), watcher.inside
-        name = getattr(packet, "__name__", "").removeprefix("_foreach_")
-        if packet in flop_registry:
-            return self._product(packet, func, args, kwargs)
-        if packet is aten._local_scalar_dense and not inside and not watcher.modules:
-            self.log.reads += 1
-        if name in UPDATES | CLAMPS | NORMS and not inside and not watcher.modules:
-            return self._by_hand(name, func, args, kwargs)
+        kwargs, inside = kwargs or {}, self.watcher.inside[-1:]
+        if not isinstance(func, torch._ops.OpOverload) or inside in (["scaler"], ["watcher"]):
+            return func(*args, **kwargs)
+        packet = func.overloadpacket
+        name = packet.__name__.removeprefix("_foreach_")
+        if inside == ["optimizer"]:
+            return self._update("optimizer", name, func, args, kwargs)
+        if not inside and not self.watcher.modules:
+            self.log.reads += packet is aten._local_scalar_dense
+            if name in UPDATES | CLAMPS | NORMS:
+                return self._by_hand(name, func, args, kwargs)
+        kind = {packet in flop_registry: "products", packet is aten._to_copy: "casts"}.get(True)
+        if kind:
+            synchronize(self.watcher.device)
+        start = self.clock()
         result = func(*args, **kwargs)
+        if kind:
+            synchronize(self.watcher.device)
+            self.log.seconds[-1][kind] += self.clock() - start
+        if floats((args, kwargs)) and not func.is_view:
+            self._count(packet, func, args, kwargs, result)
+        if packet in (aten.sin, aten.cos, aten.arange):
+            self._angle(result if packet is aten.arange else args[0])
+        return result
+
+    def _where(self) -> tuple[str, str]:
+        node = torch._C._current_autograd_node() if "backward" in self.watcher.inside else None
+        if node:
+            return self.owners.get(node._sequence_nr(), "the loss"), "backward"
+        module = self.watcher.modules[-1] if self.watcher.modules else "the loss"
+        if torch.is_grad_enabled():
+            self.owners[torch.autograd._get_sequence_nr() - 1] = module
+        return module, "forward"
+
+    def _count(self, packet: Any, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        given, made, where, name = (
+            floats((args, kwargs)),
+            floats(result),
+            self._where(),
+            packet.__name__,
+        )
+        source = given[0]
         if packet is aten._to_copy:
-            self._cast(args[0], result)
-        elif packet in (aten.sin, aten.cos, aten.arange):
-            self._angle(packet, args, result)
-        return result
-
-    def _where(self) -> str:
-        if "backward" in self.watcher.inside:
-            return "backward"
-        return self.watcher.modules[-1] if self.watcher.modules else "outside of the model"
-
-    def _product(self, packet: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        given = _float_tensors((args, kwargs))
-        device = given[0].device if given else "cpu"
-        synchronize(device)
-        start = perf_counter()
-        result = func(*args, **kwargs)
-        synchronize(device)
-        seconds = perf_counter() - start
-        with suppress(Exception):  # a formula that does not know a call is no reason to stop it
+            if not made or made[0].dtype == source.dtype:
+                return
+            name = f"cast to {str(made[0].dtype).removeprefix('torch.')}"
+        row = self.log.ops.setdefault((*where, name, source.dtype), Op())
+        row.calls += 1
+        if packet is aten._to_copy:
+            row.nbytes += source.nbytes + made[0].nbytes
+            key = (self.watcher.region, len(self.log.seconds), source.data_ptr(), made[0].dtype)
+            if source.data_ptr() in self.watcher.weights and where[1] == "forward":
+                row.repeats += key in self.cast
+                self.cast.add(key)
+        with suppress(Exception):  # no product, or a call that the formula does not know
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
-            dtype = given[0].dtype
-            row = self.log.products.setdefault((self._where(), dtype), Product())
-            if (
-                "conv" in packet.__name__
-            ):  # the channels count, but the few of a picture cannot be helped
-                sizes = [
-                    n
-                    for n in given[-1 if packet is aten.convolution_backward else 1].shape[:2]
-                    if n > 4
-                ]
-            else:
-                sizes = [n for tensor in given for n in tensor.shape[-2:]]
-            row.flops, row.calls, row.seconds = (
-                row.flops + flops,
-                row.calls + 1,
-                row.seconds + seconds,
-            )
+            sizes = [n for tensor in given for n in tensor.shape[-2:]]
+            if "conv" in name:  # the channels; a picture's few cannot be helped
+                weight = given[-1 if packet is aten.convolution_backward else 1]
+                sizes = [n for n in weight.shape[:2] if n > 4]
+            row.flops += flops
             row.misaligned += flops * any(size % 8 for size in sizes)
-        return result
+            if flops > self.log.largest[0] and where[1] == "forward":
+                shapes = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+                self.log.largest = flops, func, shapes
 
-    def _cast(self, source: Tensor, result: Tensor) -> None:
-        if not (source.is_floating_point() and result.is_floating_point()):
-            return
-        if source.dtype == result.dtype or self.watcher.inside[:1] == ["optimizer"]:
-            return
-        region = self.watcher.region, self.log.calls
-        key = (
-            *region,
-            source.data_ptr(),
-            source.shape,
-            result.dtype,
-            "backward" in self.watcher.inside,
-        )
-        nbytes = source.nbytes + result.nbytes
-        cast = self.log.casts.setdefault(
-            key,
-            Cast(
-                self._where(),
-                source.dtype,
-                result.dtype,
-                nbytes,
-                source.data_ptr() in self.watcher.parameters and not key[-1],
-            ),
-        )
-        cast.count += 1
-
-    def _angle(self, packet: Any, args: Any, result: Tensor) -> None:
+    def _angle(self, values: Tensor) -> None:
         """Angles and positions so large that their format skips whole numbers."""
-        values = result if packet is aten.arange else args[0]
-        if values.dtype in (torch.float16, torch.bfloat16) and values.numel():
+        if values.dtype in NARROW and values.numel():
             largest = values.abs().amax().item()
             if largest > 2 / torch.finfo(values.dtype).eps:
-                self.log.angles.append((self._where(), values.dtype, largest))
+                self.log.angles[self._where()[0], values.dtype] = largest
 
     def _by_hand(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """The loop's own arithmetic: a clip of gradients, or an update in place such as a moving average's."""
+        """The loop's own arithmetic: a clip, or an update in place such as a moving average's."""
         tensors = [t for t in tree_leaves(args[0]) if isinstance(t, Tensor)]
-        gradients = {
-            p.grad.data_ptr() for p in self.watcher.model.parameters() if p.grad is not None
-        }
-        if any(t.data_ptr() in gradients for t in tensors):
-            # To multiply a gradient is harmless by itself; after its norm was taken it is a clip.
+        grads = {p.grad.data_ptr() for p in self.watcher.model.parameters() if p.grad is not None}
+        if not grads.isdisjoint(t.data_ptr() for t in tensors):
+            # Multiplying a gradient is harmless by itself; after taking its norm it is a clip.
             if name in NORMS:
                 self.normed = len(self.log.events)
             elif name in CLAMPS or self.normed == len(self.log.events):
                 self.watcher.note("clip")
+        elif name in UPDATES and not torch.is_grad_enabled():
+            self.watcher.saved.keep(tensors)
+            return self._update("the loop", name, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _update(self, who: str, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """Which values of 16-bit tensors stay where float32 would have moved them."""
+        narrow = floats(args[:1])
+        if (
+            not narrow
+            or {t.dtype for t in narrow} - set(NARROW)
+            or not (name in UPDATES - {"copy_"} or name.startswith("_fused_"))
+        ):
             return func(*args, **kwargs)
-        narrow = [t for t in tensors if t.dtype in (torch.float16, torch.bfloat16)]
-        before = [] if torch.is_grad_enabled() else [t.clone() for t in narrow]
+        wide = tree_map_only(Tensor, lambda t: t.float() if t.dtype in NARROW else t.clone(), args)
+        before = [t.float() for t in narrow]
+        func(*wide, **kwargs)
         result = func(*args, **kwargs)
-        if before and name in UPDATES:
-            same = sum(int((a == b).sum()) for a, b in zip(before, narrow, strict=True))
-            share = same / max(1, sum(t.numel() for t in narrow))
-            self.log.idle_updates.append((name, narrow[0].dtype, share))
+        for was, exact, now in zip(before, tree_leaves(wide[:1]), narrow, strict=True):
+            due = exact != was
+            self.log.due[who, name, now.dtype] += int(due.sum())
+            self.log.stayed[who, name, now.dtype] += int((due & (now == was)).sum())
         return result
 
 
-def _float_tensors(tree: Any) -> list[Tensor]:
+def floats(tree: Any) -> list[Tensor]:
+    """The floating-point tensors anywhere in it."""
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def _subclasses(cls: type) -> list[type]:
-    return [cls, *(deeper for below in cls.__subclasses__() for deeper in _subclasses(below))]
+def _family(cls: type) -> set[type]:
+    return {cls}.union(*map(_family, cls.__subclasses__()))
