@@ -162,15 +162,19 @@ def examine(
         "their bytes": sum(row["nbytes"] for row in report.map),
         "of weights again": sum(row["repeats"] for row in report.map),
     }
-    report.findings = [
-        *_of_error(log, error, error32),
+    report.findings = list(_of_error(log, error, error32))
+    if narrow is None and not pure and (precision is not None or _scaled(log)):
+        report.findings.append(_finding("no products in 16 bits", "the step"))
+    others = (
         *_of_values(log, log32, report.scale, narrow, scaler),
         *_of_order(log),
         *_of_optimizers(log, model, [] if error else given, report.updates),
         *_of_speed(log),
-    ]
+    )
+    told = {found.name for found in report.findings}
+    report.findings += [found for found in others if found.name not in told]
     kind = formats.of(precision or narrow or torch.bfloat16)
-    if isinstance(unwatched, timing.Timing) and log.largest[0]:
+    if isinstance(unwatched, timing.Timing) and log.sample:
         report.speed = _speed(log, unwatched, device, kind, narrow is not None)
     report.advice = _advice(report, kind)
     return report
@@ -212,7 +216,9 @@ class _Ranges:
         if len(values):
             sample = values[:: -(-len(values) // SAMPLE)].clone()
             self.samples.setdefault(key, []).append(sample)
-            self.largest[key] = max(self.largest.get(key, 0.0), values.abs().max().item())
+            self.largest[key] = max(
+                self.largest.get(key, 0.0), values.abs().nan_to_num(math.inf).max().item()
+            )
 
     def rows(self) -> list[dict[str, Any]]:
         """A row per module and kind; those that fp16 would hurt most come first."""
@@ -233,8 +239,10 @@ class _Ranges:
         largest = max((v for (_, kind), v in self.largest.items() if "grad" in kind), default=0)
         if not values:
             return {}
+
         def saves(power: int) -> bool:
             return gradients.lost(values, "fp16", 2.0**power) <= MUCH
+
         return {
             "gradients lost by fp16 unscaled": gradients.lost(values),
             "smallest scale that saves 99%": 2.0 ** bisect_left(range(64), True, key=saves),
@@ -391,7 +399,7 @@ def _speed(
     log: Log, step: timing.Timing, device: torch.device, kind: formats.Format, narrow: bool
 ) -> dict[str, Any]:
     """The share of products in a step, and what 16 bits could gain at most (Amdahl's law)."""
-    flops, func, shapes = log.largest
+    flops, func, shapes = log.sample
 
     def product(dtype: torch.dtype) -> Callable[[], Any]:
         def filled(t: Tensor) -> Tensor:
@@ -417,7 +425,7 @@ def _speed(
         "seconds a step": step.median,
         "products": median(shares),
         "casts": median(seconds["casts"] for seconds in log.seconds) / step.median,
-        "FLOPs of the largest product": flops,
+        "FLOPs of a typical product": flops,
         f"{kind.name} is faster there": faster,
         "±": spread / 2,
         "most gain of a step": gains[0],
@@ -451,7 +459,7 @@ def _advice(report: Report, kind: formats.Format) -> str:
             pick = "TF32, which is on" if speed["TF32"] else "float32"
             reasons.append(words["no gain"])
         slow = {"casts": speed["casts"] > 0.1, "products": speed["products"] < 0.3}
-        slow |= {"small": speed["FLOPs of the largest product"] < 1e7}
+        slow |= {"small": speed["FLOPs of a typical product"] < 1e7}
         reasons = [words["speed"], *(words[key] for key, is_so in slow.items() if is_so), *reasons]
     return f"{pick}: {'; '.join(reasons)}.".format(**facts)
 

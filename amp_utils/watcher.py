@@ -7,6 +7,7 @@ what a step changes, and puts it back.
 """
 
 import copy
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -78,7 +79,7 @@ class Log:
     # By (module, "forward" or "backward", kernel, dtype).
     ops: dict[tuple[str, str, str, torch.dtype], Op] = field(default_factory=dict)
     seconds: list[Counter[str]] = field(default_factory=list)  # in products and casts, by step
-    largest: tuple[int, Callable, Any] = (0, print, ())  # FLOPs, kernel, arguments without data
+    sample: tuple[int, Callable, Any] | None = None  # a product: FLOPs, kernel, shapes
     # Values in 16 bits that float32 would have moved, by (who updates, kernel, dtype), and those
     # of them that stayed what they were.
     due: Counter[tuple] = field(default_factory=Counter)
@@ -317,6 +318,7 @@ class _Kernels(TorchDispatchMode):
         self.watcher, self.log, self.normed = watcher, watcher.log, -1
         self.owners: dict[int, str] = {}  # module by the autograd node's sequence number
         self.cast: set[tuple] = set()
+        self.far = math.inf
         self.clock = cpu_clock if watcher.device.type == "cpu" else perf_counter
 
     @classmethod
@@ -332,7 +334,8 @@ class _Kernels(TorchDispatchMode):
         if inside == ["optimizer"]:
             return self._update("optimizer", name, func, args, kwargs)
         if not inside and not self.watcher.modules:
-            self.log.reads += packet is aten._local_scalar_dense
+            if packet is aten._local_scalar_dense and args[0].is_floating_point():
+                self.log.reads += args[0].device == self.watcher.device
             if name in UPDATES | CLAMPS | NORMS:
                 return self._by_hand(name, func, args, kwargs)
         kind = {packet in flop_registry: "products", packet is aten._to_copy: "casts"}.get(True)
@@ -386,9 +389,12 @@ class _Kernels(TorchDispatchMode):
                 sizes = [n for n in weight.shape[:2] if n > 4]
             row.flops += flops
             row.misaligned += flops * any(size % 8 for size in sizes)
-            if flops > self.log.largest[0] and where[1] == "forward":
+            # The largest; on a CPU, which may be slow in 16 bits, the one nearest to 10^8 FLOPs.
+            goal = 1e8 if self.watcher.device.type == "cpu" else 1e30
+            far = abs(math.log(flops / goal))
+            if where[1] == "forward" and far < self.far:
                 shapes = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-                self.log.largest = flops, func, shapes
+                self.far, self.log.sample = far, (flops, func, shapes)
 
     def _angle(self, values: Tensor) -> None:
         """Angles and positions so large that their format skips whole numbers."""
