@@ -31,6 +31,7 @@ import tomllib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -139,7 +140,9 @@ def examine(
             saved.keep_object(known)
         log, error = _run(step, Watcher(model, saved), steps)
         saved.restore()
-        unwatched = error or timing.compare({"step": step}, max(3, steps), 0, device)["step"]
+        plain = None
+        with suppress(Exception):  # if only the unwatched step raises, its speed stays unknown
+            plain = error or timing.compare({"step": step}, max(3, steps), 0, device)["step"]
         saved.restore()
         log32, error32 = Log(), None
         if weights not in NARROW:
@@ -174,8 +177,8 @@ def examine(
     told = {found.name for found in report.findings}
     report.findings += [found for found in others if found.name not in told]
     kind = formats.of(precision or narrow or torch.bfloat16)
-    if isinstance(unwatched, timing.Timing) and log.sample:
-        report.speed = _speed(log, unwatched, device, kind, narrow is not None)
+    if isinstance(plain, timing.Timing) and log.sample:
+        report.speed = _speed(log, plain, device, kind, narrow is not None)
     report.advice = _advice(report, kind)
     return report
 
