@@ -161,9 +161,9 @@ def examine(
     report.scale = wide.scale()
     report.summary = {
         "share of FLOPs in 16 bits": sum(map(flops.get, NARROW)) / max(1, flops.total()),
-        "casts": sum(row["calls"] for row in report.map if "cast" in row["op"]),
-        "their bytes": sum(row["nbytes"] for row in report.map),
-        "of weights again": sum(row["repeats"] for row in report.map),
+        "casts a step": sum(row["calls"] for row in report.map if "cast" in row["op"]),
+        "bytes of casts": sum(row["nbytes"] for row in report.map),
+        "casts of weights again": sum(row["repeats"] for row in report.map),
     }
     report.findings = list(_of_error(log, error, error32))
     if narrow is None and not pure and (precision is not None or _scaled(log)):
@@ -269,7 +269,7 @@ def _of_values(
     kinds = {event.kind for event in log.events}
     scaled, off = _scaled(log), scaler is not None and not scaler.is_enabled()
     off = off or not scaled and "scale" in kinds
-    allowed = scale.get("largest scale without inf", math.nan)  # NaN if a gradient is
+    allowed = scale.get("largest scale without inf", math.nan)  # 0 if a gradient is infinite
     if log.bad_inputs:
         yield _finding("input is not finite", "what the model is given", calls=log.bad_inputs)
     elif log32.not_finite or scale and not allowed > 0:
@@ -365,15 +365,17 @@ def _of_optimizers(
 
 def _of_speed(log: Log) -> Iterator[Finding]:
     """What slows a step down, apart from what the clock says."""
-    repeated = {key[0]: op.repeats for key, op in log.ops.items() if op.repeats}
-    if repeated:
-        where, casts = max(repeated, key=repeated.get), sum(repeated.values())
-        yield _finding("weights are cast again and again", where, casts=casts)
-    products = {key[0]: op for key, op in log.ops.items() if key[3] in NARROW and op.flops}
-    crooked = sum(op.misaligned for op in products.values())
-    share = crooked / max(1, sum(op.flops for op in products.values()))
-    if share > 0.25:
-        where = max(products, key=lambda module: products[module].misaligned)
+    repeated, crooked, flops = Counter(), Counter(), 0
+    for (module, *_, dtype), op in log.ops.items():
+        repeated[module] += op.repeats
+        if dtype in NARROW:
+            crooked[module] += op.misaligned
+            flops += op.flops
+    if repeated.total():
+        where = repeated.most_common(1)[0][0]
+        yield _finding("weights are cast again and again", where, casts=repeated.total())
+    if crooked.total() > flops / 4:
+        where, share = crooked.most_common(1)[0][0], crooked.total() / flops
         yield _finding("sizes are not multiples of 8", where, share_of_the_FLOPs=share)
     reads = log.reads / len(log.seconds)
     if reads > 2:
@@ -478,7 +480,8 @@ def _listed(facts: dict[str, Any]) -> str:
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
-    cells = [list(rows[0]), *([_shown(value) for value in row.values()] for row in rows)]
+    told = [name for name in rows[0] if any(row[name] for row in rows)]  # the rest is 0
+    cells = [told, *([_shown(row[name]) for name in told] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
 
