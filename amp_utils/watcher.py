@@ -270,11 +270,10 @@ class Watcher:
         self._during("watcher", self.saved.keep_object, optimizer)
         if not getattr(optimizer, "found_inf", 0):  # a fused optimizer skips by itself
             self.note("optimizer", optimizer)
-        for p in [p for g in optimizer.param_groups for p in g["params"]] if self.on_values else ():
-            if p.grad is not None and not p.grad.is_sparse:
-                self.on_values(
-                    self.weights.get(p.data_ptr(), "weights"), "weight gradients", p.grad
-                )
+        for p in [p for group in optimizer.param_groups for p in group["params"]]:
+            if self.on_values and p.grad is not None and not p.grad.is_sparse:
+                module = self.weights.get(p.data_ptr(), "other weights")
+                self.on_values(module, "weight gradients", p.grad)
         self.inside.append("optimizer")
 
     def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -349,7 +348,12 @@ class _Kernels(TorchDispatchMode):
         if floats((args, kwargs)) and not func.is_view:
             self._count(packet, func, args, kwargs, result)
         if packet in (aten.sin, aten.cos, aten.arange):
-            self._angle(result if packet is aten.arange else args[0])
+            values = result if packet is aten.arange else args[0]
+            if values.dtype in NARROW and values.numel():
+                # Past this format's largest exact whole number, angles and positions collapse.
+                largest = values.abs().amax().item()
+                if largest > 2 / torch.finfo(values.dtype).eps:
+                    self.log.angles[self._where()[0], values.dtype] = largest
         return result
 
     def _where(self) -> tuple[str, str]:
@@ -362,17 +366,12 @@ class _Kernels(TorchDispatchMode):
         return module, "forward"
 
     def _count(self, packet: Any, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        given, made, where, name = (
-            floats((args, kwargs)),
-            floats(result),
-            self._where(),
-            packet.__name__,
-        )
-        source = given[0]
+        given, made = floats((args, kwargs)), floats(result)
+        source, where, name = given[0], self._where(), packet.__name__
         if packet is aten._to_copy:
             if not made or made[0].dtype == source.dtype:
                 return
-            name = f"cast to {str(made[0].dtype).removeprefix('torch.')}"
+            name = f"cast to {str(made[0].dtype)[6:]}"
         row = self.log.ops.setdefault((*where, name, source.dtype), Op())
         row.calls += 1
         if packet is aten._to_copy:
@@ -395,13 +394,6 @@ class _Kernels(TorchDispatchMode):
             if where[1] == "forward" and far < self.far:
                 shapes = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
                 self.far, self.log.sample = far, (flops, func, shapes)
-
-    def _angle(self, values: Tensor) -> None:
-        """Angles and positions so large that their format skips whole numbers."""
-        if values.dtype in NARROW and values.numel():
-            largest = values.abs().amax().item()
-            if largest > 2 / torch.finfo(values.dtype).eps:
-                self.log.angles[self._where()[0], values.dtype] = largest
 
     def _by_hand(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """The loop's own arithmetic: a clip, or an update in place such as a moving average's."""
