@@ -825,7 +825,8 @@ print("healthy")
 def test_two_ranks_get_no_finding(tmp_path):
     (tmp_path / "ranks.py").write_text(DDP)
     command = "-m torch.distributed.run --standalone --nproc-per-node 2 ranks.py".split()
-    run = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
+    how = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300}
+    run = subprocess.run([sys.executable, *command], **how)
     assert run.returncode == 0 and run.stdout.count("healthy") == 2, run.stderr
 
 
