@@ -3,12 +3,11 @@
 import os
 import platform
 from dataclasses import dataclass
-from statistics import median
-from time import perf_counter
 
 import torch
 
 from amp_utils.lesson import ParameterError
+from amp_utils.timing import compare
 
 
 def choose_device(device: str | torch.device = "auto") -> torch.device:
@@ -17,15 +16,14 @@ def choose_device(device: str | torch.device = "auto") -> torch.device:
     "mps" is taken where torch offers it; the course is not tested there. Raises ParameterError for
     a device that is unknown or not there.
     """
-    there = ["auto", "cpu"]
-    there += ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
+    gpus = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
     name = device.type if isinstance(device, torch.device) else device
-    if name not in there:
+    if name not in ("auto", "cpu", *gpus):
         reason = "is not on this machine" if name in ("cuda", "mps") else "is not allowed"
-        allowed = ", ".join(map(repr, there))
+        allowed = ", ".join(map(repr, ("auto", "cpu", *gpus)))
         raise ParameterError(f"device = {name!r} {reason}: give one of {allowed}.")
     if name == "auto":
-        name = "cuda" if "cuda" in there else "cpu"
+        name = "cuda" if "cuda" in gpus else "cpu"
     if name == "mps":
         print("mps: this course is untested on Apple GPUs; expect differences.")
     return torch.device(name)
@@ -53,62 +51,47 @@ def report(device: torch.device) -> list[Capability]:
     gpu = device.type == "cuda"
     in_use = describe(device) if gpu else "none in use; every lesson runs on the CPU"
     cpu = f"{describe(torch.device('cpu'))}, {torch.get_num_threads()} threads"
-    lines = [
-        Capability(True, f"torch {torch.__version__}", f"Python {platform.python_version()}"),
-        Capability(gpu, "CUDA GPU", in_use),
-        Capability(True, "CPU", cpu),
-    ]
+    python = f"Python {platform.python_version()}"
+    lines = [Capability(True, f"torch {torch.__version__}", python)]
+    lines += [Capability(gpu, "CUDA GPU", in_use), Capability(True, "CPU", cpu)]
     baseline = matmul_seconds(torch.float32, device)
-    for dtype in (torch.bfloat16, torch.float16):
-        ratio = baseline / matmul_seconds(dtype, device)
+    for name in ("bfloat16", "float16"):
+        ratio = baseline / matmul_seconds(getattr(torch, name), device)
         speed = f"{ratio:.1f} × the speed of float32"
         verdict = speed if ratio >= 0.1 else "runs, but far slower than float32"
-        lines.append(Capability(ratio > 1.1, f"fast {dtype} matmul".replace("torch.", ""), verdict))
-    return [*lines, _float8(device)]
+        lines.append(Capability(ratio > 1.1, f"fast {name} matmul", verdict))
+    float8 = _multiplies_float8(device)
+    verdict = "matrix products run" if float8 else "can be stored here, not multiplied"
+    return [*lines, Capability(float8, "float8", verdict)]
 
 
-def _float8(device: torch.device) -> Capability:
-    """Can 8-bit floats be multiplied? On CUDA from compute capability 8.9 on; elsewhere we try."""
+def _multiplies_float8(device: torch.device) -> bool:
+    """On CUDA from compute capability 8.9 on; elsewhere we try."""
     if device.type == "cuda":
-        there = torch.cuda.get_device_capability(device) >= (8, 9)
-    else:
-        try:
-            eight = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn)
-            there = (eight @ eight).dtype == torch.float8_e4m3fn
-        except (RuntimeError, TypeError):
-            there = False
-    meaning = "matrix products run" if there else "can be stored here, not multiplied"
-    return Capability(there, "float8", meaning)
+        return torch.cuda.get_device_capability(device) >= (8, 9)
+    try:
+        eight = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn)
+        return (eight @ eight).dtype == eight.dtype
+    except (RuntimeError, TypeError):
+        return False
 
 
 def describe(device: torch.device) -> str:
-    """The device's name, and for a GPU its compute capability and memory in GiB."""
+    """The device's name; a GPU's compute capability and memory, or what a CPU has for 16 bits."""
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         memory = f"{gpu.total_memory / 2**30:.0f} GiB"
         return f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {memory}"
-    name = platform.processor() or platform.machine()
-    return f"{name}, {os.cpu_count()} cores, {_instructions()}"
+    sets = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+    flags = getattr(torch.cpu, "get_capabilities", dict)()  # only newer versions of torch tell
+    found = " ".join(name for name in sets if flags.get(name))
+    name, features = platform.processor() or platform.machine(), torch.backends.cpu
+    return f"{name}, {os.cpu_count()} cores, {found or features.get_cpu_capability().lower()}"
 
 
-def matmul_seconds(
-    dtype: torch.dtype, device: torch.device, size: int = 256, repeats: int = 5
-) -> float:
+def matmul_seconds(dtype: torch.dtype, device: torch.device, size: int = 256) -> float:
     """Median seconds of a (size, size) matrix product in `dtype`; on a GPU `size` is 4096."""
     if device.type != "cpu":
         size = 4096  # a small product would measure the launch, not the GPU
     a = torch.ones(size, size, dtype=dtype, device=device)
-    seconds = []
-    for _ in range(repeats + 1):
-        start = perf_counter()
-        (a @ a).sum().item()  # item() waits for the device
-        seconds.append(perf_counter() - start)
-    return median(seconds[1:])
-
-
-def _instructions() -> str:
-    """The instruction sets that matter for 16-bit arithmetic, where torch can tell."""
-    sets = ("avx2", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
-    flags = getattr(torch.cpu, "get_capabilities", dict)()
-    names = " ".join(name for name in sets if flags.get(name))
-    return names or torch.backends.cpu.get_cpu_capability().lower()
+    return compare({"product": lambda: a @ a}, repeats=5, device=device)["product"].median

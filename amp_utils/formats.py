@@ -1,10 +1,8 @@
 """Anatomy of a floating-point format: fields, values, spacing, range and rounding.
 
-One algorithm serves every format. A finite value is ``(-1)**sign * n * 2**(e - mantissa_bits)``,
-where the integer ``n`` has ``mantissa_bits + 1`` bits and ``e`` is never below the exponent of the
-smallest normal number; there ``n`` loses its leading one, and the number is subnormal (IEEE
-754-2019, section 3.3; for fp8 the OCP 8-bit floating point specification, revision 1.0). Nothing
-here uses torch's own conversions, so that torch can be the oracle in tests.
+A finite value is ``(-1)**sign * n * 2**(e - mantissa_bits)``; ``n`` has ``mantissa_bits + 1`` bits,
+fewer in a subnormal number (IEEE 754-2019, section 3.3; OCP 8-bit floating point 1.0). Nothing here
+uses torch's own conversions, so that torch can be the oracle in tests.
 
 >>> FP16.decode(0b0_01111_0000000001), FP16.max, FP16.ulp(2048.0)
 (1.0009765625, 65504.0, 2.0)
@@ -18,15 +16,16 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Format:
     """A binary floating-point format: 1 sign bit, then `exponent_bits`, then `mantissa_bits`.
 
-    A bit pattern is an int of `bits` bits, from 0 up, with the sign on top. tf32 has no torch dtype
-    (`dtype` is None): in hardware it is a float32 whose last 13 mantissa bits are ignored; here it
-    is the 19 bits that remain. `finite_only` marks fp8 e4m3fn: no infinities, NaN only where all
-    bits but the sign are one; values that are too large, infinity included, become the largest one,
-    as in torch 2.13's ``.to()``.
+    A bit pattern is an int from 0 up, `bits` wide, with the sign on top. tf32 has no torch dtype:
+    in hardware it is a float32 whose last 13 mantissa bits are ignored; here it is the 19 bits that
+    remain. `finite_only` marks fp8 e4m3fn: no infinities, NaN only where all bits but the sign are
+    one; values that are too large, infinity included, become the largest one, as in torch 2.13's
+    ``.to()``. `bias` is added to a power of two to give its exponent field, `eps` is the spacing
+    just above 1, and half of `smallest_subnormal` or less rounds to zero.
     """
 
     name: str
@@ -35,52 +34,32 @@ class Format:
     dtype: torch.dtype | None
     finite_only: bool = False
 
-    @property
-    def bits(self) -> int:
-        """Width of a bit pattern: sign, exponent and mantissa together."""
-        return 1 + self.exponent_bits + self.mantissa_bits
-
-    @property
-    def bias(self) -> int:
-        """What is subtracted from a normal number's exponent field to get its power of two."""
-        return 2 ** (self.exponent_bits - 1) - 1
-
-    @property
-    def max(self) -> float:
-        """Largest finite value."""
-        return self.decode(self._max_bits)
-
-    @property
-    def smallest_normal(self) -> float:
-        """Smallest positive value with the full number of significant bits."""
-        return math.ldexp(1.0, self._min_exponent)
-
-    @property
-    def smallest_subnormal(self) -> float:
-        """Smallest positive value; half of it, and anything less, rounds to zero."""
-        return math.ldexp(1.0, self._min_exponent - self.mantissa_bits)
-
-    @property
-    def eps(self) -> float:
-        """Spacing just above 1, ``2**-mantissa_bits`` (as in `torch.finfo`)."""
-        return math.ldexp(1.0, -self.mantissa_bits)
+    def __post_init__(self) -> None:
+        self.bits = 1 + self.exponent_bits + self.mantissa_bits
+        self.bias = 2 ** (self.exponent_bits - 1) - 1
+        self.eps = 2.0**-self.mantissa_bits
+        self._min_exponent = 1 - self.bias
+        self.smallest_normal = 2.0**self._min_exponent
+        self.smallest_subnormal = self.smallest_normal * self.eps
+        ones = 2 ** (self.bits - 1) - 1
+        infinity = ones + 1 - 2**self.mantissa_bits
+        self._max_bits = ones - 1 if self.finite_only else infinity - 1
+        self._overflow_bits = self._max_bits if self.finite_only else infinity
+        self._nan_bits = ones if self.finite_only else infinity + 2 ** (self.mantissa_bits - 1)
+        self.max = self.decode(self._max_bits)
 
     def fields(self, bits: int) -> tuple[int, int, int]:
         """Cut a bit pattern into (sign, exponent, mantissa); ValueError if it is too wide."""
-        if not 0 <= bits < 1 << self.bits:
-            allowed = f"give an int from 0 to {(1 << self.bits) - 1}"
+        if not 0 <= bits < 2**self.bits:
+            allowed = f"give an int from 0 to {2**self.bits - 1}"
             raise ValueError(f"bits = {bits} is no {self.name} pattern: {allowed}.")
-        return (
-            bits >> (self.bits - 1),
-            bits >> self.mantissa_bits & self._exponent_ones,
-            bits & (1 << self.mantissa_bits) - 1,
-        )
+        sign, magnitude = divmod(bits, 2 ** (self.bits - 1))
+        return sign, *divmod(magnitude, 2**self.mantissa_bits)
 
     def decode(self, bits: int) -> float:
         """The value of a bit pattern: exact, as a Python float is fp64, the widest format here."""
         sign, exponent, mantissa = self.fields(bits)
-        magnitude = bits & (1 << (self.bits - 1)) - 1
-        if magnitude > self._max_bits:
+        if bits % 2 ** (self.bits - 1) > self._max_bits:
             value = math.inf if mantissa == 0 and not self.finite_only else math.nan
         else:
             # Exponent field 0 has no hidden one, and shares the power of two of exponent field 1.
@@ -118,55 +97,29 @@ class Format:
     def round(self, tensor: torch.Tensor) -> torch.Tensor:
         """Round every element to this format, half to even; shape and dtype stay those of `tensor`.
 
-        The arithmetic is float64. Not differentiable. TypeError for a tensor that is not floating;
-        ValueError if a rounded value is too large for its dtype: 65504 in float16 is 65536 in bf16.
+        The arithmetic is float64 on the CPU. Not differentiable. TypeError for a tensor that is not
+        floating; ValueError if a rounded value is too large for its dtype: 65504 in float16 is
+        65536 in bf16.
         """
         if not tensor.is_floating_point():
             raise TypeError(f"tensor has dtype {tensor.dtype}: give a floating-point tensor.")
         if self.mantissa_bits == 52:  # float64 already: every tensor holds fp64 values
             return tensor.detach().clone()
-        # Apple's mps has no float64.
-        home = "cpu" if tensor.device.type == "mps" else tensor.device
-        x = tensor.detach().to(home, torch.float64)
+        x = tensor.detach().cpu().double()
         # Each element's power of two, from its float64 bits; for infinity and NaN any will do.
         exponent = ((x.view(torch.int64) >> 52 & 0x7FF) - 1023).clamp(self._min_exponent, 1023)
         quantum = (exponent - self.mantissa_bits + 1023 << 52).view(torch.float64)
         rounded = torch.round(x / quantum) * quantum
         overflow = torch.copysign(torch.full_like(x, self.decode(self._overflow_bits)), x)
         rounded = torch.where(rounded.abs() > self.max, overflow, rounded)
-        if self.max > torch.finfo(tensor.dtype).max:
-            lost = rounded.isfinite() & (rounded.abs() > torch.finfo(tensor.dtype).max)
-            if lost.any():
-                values = f"{x[lost][0]:g} is {rounded[lost][0]:g} in {self.name}"
-                raise ValueError(f"tensor has dtype {tensor.dtype}: {values}, give a wider one.")
+        lost = rounded.isfinite() & (rounded.abs() > torch.finfo(tensor.dtype).max)
+        if lost.any():
+            values = f"{x[lost][0]:g} is {rounded[lost][0]:g} in {self.name}"
+            raise ValueError(f"tensor has dtype {tensor.dtype}: {values}, give a wider one.")
         return rounded.to(tensor.device, tensor.dtype)
 
     def _exponent(self, value: float) -> int:
         return max(math.frexp(value)[1] - 1, self._min_exponent) if value else self._min_exponent
-
-    @property
-    def _min_exponent(self) -> int:
-        return 1 - self.bias
-
-    @property
-    def _exponent_ones(self) -> int:
-        return (1 << self.exponent_bits) - 1
-
-    @property
-    def _max_bits(self) -> int:
-        if self.finite_only:
-            return (1 << (self.bits - 1)) - 2
-        return (self._exponent_ones << self.mantissa_bits) - 1
-
-    @property
-    def _overflow_bits(self) -> int:
-        return self._max_bits if self.finite_only else self._max_bits + 1
-
-    @property
-    def _nan_bits(self) -> int:
-        if self.finite_only:
-            return self._max_bits + 1
-        return self._max_bits + 1 | 1 << (self.mantissa_bits - 1)
 
 
 FP64 = Format("fp64", 11, 52, torch.float64)
@@ -182,10 +135,8 @@ FORMATS: dict[str, Format] = {f.name: f for f in (FP64, FP32, TF32, FP16, BF16, 
 
 def of(key: str | torch.dtype | Format) -> Format:
     """Find a format by name ("fp16") or torch dtype, or pass one through; else ValueError."""
-    if isinstance(key, Format):
-        return key
-    for format in FORMATS.values():
-        if key == format.name or (key == format.dtype and key is not None):
-            return format
-    names = ", ".join(repr(name) for name in FORMATS)
+    known = {name: f for f in FORMATS.values() for name in (f.name, f.dtype or f.name)}
+    if isinstance(key, Format) or key in known:
+        return known.get(key, key)
+    names = ", ".join(map(repr, FORMATS))
     raise ValueError(f"format = {key!r} is not known: give one of {names}, or its torch dtype.")

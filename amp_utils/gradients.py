@@ -1,8 +1,7 @@
 """The underflow microscope: what share of some gradients a format loses, and where they lie.
 
-A source is a module (its parameters' gradients), a tensor, or tensors, of any floating dtype; None
-entries are skipped. Real and imaginary parts of a complex value count one by one. Zeros that a
-sparse tensor does not store count in `zeros`.
+A source is a module (its parameters' gradients), a tensor, or tensors, of any floating dtype and
+layout; None entries are skipped. Real and imaginary parts of a complex value count one by one.
 """
 
 import math
@@ -22,7 +21,7 @@ def lost(source: Source, fmt: Format = "fp16", scale: float = 1.0) -> float:
 
     0.0 where there is no non-zero value. ValueError for a scale that is not positive and finite.
     """
-    values = _values(_tensors(source))
+    values = _values(source)
     return _share(formats.of(fmt).round(_scaled(values[values != 0], scale)) == 0)
 
 
@@ -31,7 +30,7 @@ def overflowed(source: Source, fmt: Format = "fp16", scale: float = 1.0) -> floa
 
     Where the format has no infinity (e4m3fn), torch's conversion makes them its largest value.
     """
-    values, fmt = _values(_tensors(source)), formats.of(fmt)
+    values, fmt = _values(source), formats.of(fmt)
     magnitudes = _scaled(values[values.isfinite()], scale).abs()
     border = fmt.max + fmt.ulp(fmt.max) / 2
     # A tie goes to the even neighbour: up, but in e4m3fn, whose last pattern is NaN, down.
@@ -40,7 +39,7 @@ def overflowed(source: Source, fmt: Format = "fp16", scale: float = 1.0) -> floa
 
 def histogram(source: Source) -> dict[int, int]:
     """How many non-zero finite values lie in [2^e, 2^(e+1)), by e, lowest first."""
-    values = _values(_tensors(source))
+    values = _values(source)
     values = values[values.isfinite() & (values != 0)]
     exponents, counts = (torch.frexp(values)[1] - 1).unique(return_counts=True)
     return dict(zip(exponents.tolist(), counts.tolist(), strict=True))
@@ -48,25 +47,18 @@ def histogram(source: Source) -> dict[int, int]:
 
 def zeros(source: Source) -> float:
     """Share of the values that are exactly zero."""
-    tensors = _tensors(source)
-    total = sum(t.numel() * (1 + t.is_complex()) for t in tensors)
-    return (total - _values(tensors).count_nonzero().item()) / total if total else 0.0
+    return _share(_values(source) == 0)
 
 
-def _tensors(source: Source) -> list[Tensor]:
+def _values(source: Source) -> Tensor:
+    """All values, as one float64 vector on the CPU."""
     if isinstance(source, nn.Module):
         source = [p.grad for p in source.parameters()] or [None]
     entries = [source] if isinstance(source, Tensor) else list(source)
-    tensors = [entry.detach() for entry in entries if entry is not None]
-    if entries and not tensors:
+    dense = [entry.detach().to_dense() for entry in entries if entry is not None]
+    if entries and not dense:
         raise ValueError("source is without gradients: call backward() first.")
-    return tensors
-
-
-def _values(tensors: list[Tensor]) -> Tensor:
-    """All values that are stored, as one float64 vector on the CPU."""
-    stored = [t.coalesce().values() if t.is_sparse else t for t in tensors]
-    parts = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in stored]
+    parts = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in dense]
     return torch.cat([torch.zeros(0).double(), *(t.cpu().double().flatten() for t in parts)])
 
 

@@ -1,16 +1,11 @@
-"""Lesson plumbing: validate parameters, compare predictions, check exercises, record results.
-
->>> validate({"steps": -1}, steps=whole(1, 1000))
-Traceback (most recent call last):
-    ...
-amp_utils.lesson.ParameterError: steps = -1 is not allowed: give a whole number from 1 to 1000.
-"""
+"""Lesson plumbing: validate parameters, compare predictions, check exercises, record results."""
 
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+Rule = tuple[Callable[[Any], bool], str]  # a test, and what is allowed in words
 
 
 class ParameterError(ValueError):
@@ -21,47 +16,29 @@ class ParameterError(ValueError):
         return [f"ParameterError: {self}"]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What a parameter may be: a test, and the words for an error message."""
-
-    accepts: Callable[[Any], bool]
-    allowed: str
+def whole(low: int, high: float = math.inf) -> Rule:
+    """A whole number from `low` to `high`, both included."""
+    words = f"from {low} to {high}" if high < math.inf else f"of at least {low}"
+    return lambda value: type(value) is int and low <= value <= high, f"a whole number {words}"
 
 
-def whole(low: int, high: int | None = None) -> Rule:
-    """A whole number from `low` to `high`, both included; no upper limit where `high` is None."""
-    top = math.inf if high is None else high
-    words = f"of at least {low}" if high is None else f"from {low} to {high}"
-    return Rule(lambda value: _is_int(value) and low <= value <= top, f"a whole number {words}")
-
-
-def real(
-    *, above: float = -math.inf, at_least: float = -math.inf, at_most: float = math.inf
-) -> Rule:
+def real(*, above=-math.inf, at_least=-math.inf, at_most=math.inf) -> Rule:
     """A finite number within the given limits; whole numbers count as numbers."""
 
     def accepts(value: Any) -> bool:
-        is_number = _is_int(value) or isinstance(value, float)
-        return is_number and math.isfinite(value) and value > above and at_least <= value <= at_most
+        number = type(value) in (int, float) and math.isfinite(value)
+        return number and value > above and at_least <= value <= at_most
 
-    limits = [f"above {above:g}"] if above > -math.inf else []
-    limits += [f"at least {at_least:g}"] if at_least > -math.inf else []
-    limits += [f"at most {at_most:g}"] if at_most < math.inf else []
-    return Rule(accepts, " ".join(["a finite number", " and ".join(limits)]).strip())
+    limits = {"above": above, "at least": at_least, "at most": at_most}
+    given = [f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit)]
+    return accepts, f"a finite number {' and '.join(given)}".strip()
 
 
 def choice(*options: str | int | float) -> Rule:
     """One of the given values, of the same type."""
-    return Rule(
-        lambda value: any(type(value) is type(option) and value == option for option in options),
-        "one of " + ", ".join(map(repr, options)),
-    )
-
-
-def flag() -> Rule:
-    """True or False."""
-    return Rule(lambda value: isinstance(value, bool), "True or False")
+    words = ", ".join(map(repr, options))
+    typed = [(type(option), option) for option in options]
+    return lambda value: (type(value), value) in typed, f"one of {words}"
 
 
 def validate(values: Mapping[str, Any], **rules: Rule) -> None:
@@ -69,9 +46,9 @@ def validate(values: Mapping[str, Any], **rules: Rule) -> None:
 
     Raises ParameterError for the first bad value, naming parameter, value and what is allowed.
     """
-    for name, rule in rules.items():
-        if not rule.accepts(values[name]):
-            raise ParameterError(f"{name} = {values[name]!r} is not allowed: give {rule.allowed}.")
+    for name, (accepts, allowed) in rules.items():
+        if not accepts(values[name]):
+            raise ParameterError(f"{name} = {values[name]!r} is not allowed: give {allowed}.")
 
 
 def predict(guess: Any, answer: Any) -> None:
@@ -116,9 +93,8 @@ def record(**results: str | int | float | bool | list | dict) -> None:
     from IPython.display import display
 
     json.dumps(results)  # refuse early, in the cell at fault
-    display(
-        {"text/plain": "recorded: " + ", ".join(results)}, raw=True, metadata={"amp_utils": results}
-    )
+    names = {"text/plain": f"recorded: {', '.join(results)}"}
+    display(names, raw=True, metadata={"amp_utils": results})
 
 
 def recorded(notebook: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +104,3 @@ def recorded(notebook: Mapping[str, Any]) -> dict[str, Any]:
         for output in cell.get("outputs", []):
             results |= output.get("metadata", {}).get("amp_utils", {})
     return results
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

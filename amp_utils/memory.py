@@ -1,16 +1,25 @@
-"""Bytes that tensors hold while a block runs: live now, and at the peak; on a CPU too, and for tensors without data."""
+"""Bytes that tensors hold while a block runs, now and at the peak, on a CPU too."""
 
 import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from amp_utils.modes import Transparent, tensors
+
+_ROWS = ("crow_indices", "col_indices", "values")
+_COLUMNS = ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys([torch.sparse_csr, torch.sparse_bsr], _ROWS),
+    **dict.fromkeys([torch.sparse_csc, torch.sparse_bsc], _COLUMNS),
+}
 
 
-class watch(TorchDispatchMode):
-    """Counts the storages of all tensors that are made inside the block, each once, until it is freed.
+def watch() -> AbstractContextManager["Memory"]:
+    """Count the storages of the tensors made inside the block, each once, until it is freed.
 
     >>> with watch() as memory:
     ...     a = torch.zeros(1000)
@@ -19,52 +28,49 @@ class watch(TorchDispatchMode):
     >>> memory.live, memory.peak
     (4000, 8000)
 
-    `live` and `peak` are bytes. Views count nothing, and neither does what a kernel takes and gives back inside one
-    operation, such as a BLAS library's workspace. Watching costs time: never read a clock inside the block.
+    Views count nothing, and neither does a kernel's workspace. A compiled function runs eagerly.
+    Watching costs time: never read a clock inside the block.
     """
+    return Memory().block()
+
+
+class Memory(Transparent):
+    """Bytes: `live` now, and at the `peak`."""
+
+    live = peak = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self._storages: dict[int, weakref.ref] = {}
+        self._known = weakref.WeakSet()
 
     def reset_peak(self) -> None:
         """Forget the peak so far."""
         self.peak = self.live
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # What an op gets was made before the block, unless it was noted when it was made.
-        known = {
-            id(leaf.untyped_storage())
-            for leaf in tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor)
-        }
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and id(leaf.untyped_storage()) not in known:
-                self._note(leaf.untyped_storage())
+        result, _ = self.run(func, types, args, kwargs or {})
+        self._known.update(_storages((args, kwargs)))  # made before the block, if not known yet
+        for storage in _storages(result):
+            if storage not in self._known:
+                self._known.add(storage)
+                self._add(storage.nbytes())
+                weakref.finalize(storage, self._add, -storage.nbytes())
         return result
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = id(storage), storage.nbytes()
-        if key in self._storages and self._storages[key]() is storage:
-            return
-
-        def freed(_: weakref.ref) -> None:
-            self.live -= size
-
-        self._storages[key] = weakref.ref(storage, freed)
+    def _add(self, size: int) -> None:
         self.live += size
         self.peak = max(self.peak, self.live)
 
 
-def without_data() -> AbstractContextManager:
-    """Inside the block tensors have shapes and dtypes but no data: a network of any size "runs", on any machine.
+def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors(tree):
+        if not tensor.is_mkldnn:  # those blocks are opaque
+            parts = [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
+            yield from (part.untyped_storage() for part in parts or [tensor])
 
-    torch's fake tensors, on the CPU; meant for `watch` and for dtypes. What asks for a value (`item`, `if`) raises.
-    """
-    from torch._subclasses.fake_tensor import (
-        FakeTensorMode,
-    )  # slow to import, so only where it is needed
+
+def without_data() -> AbstractContextManager:
+    """Tensors made inside have shapes and dtypes but no data; what asks for a value raises."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
     return FakeTensorMode()

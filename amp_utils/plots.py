@@ -1,7 +1,6 @@
 """The course's figures: one style, in the colour-blind safe colours of Okabe and Ito.
 
-Line styles and hatches tell things apart in black and white too. Every function takes plain data,
-draws one message, and shows it with a description in words (alt text) for those who cannot see it.
+Line styles and hatches tell things apart in black and white; `alt` says in words what is shown.
 """
 
 import base64
@@ -9,7 +8,6 @@ import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -21,13 +19,14 @@ from amp_utils.formats import Format
 
 Series = Mapping[str, Sequence[float]]
 Grid = Mapping[str, Mapping[str, Tensor]]
-Counts = Mapping[int, int]
 Parts = Mapping[str, float]
 
 BLACK, BLUE, RED, GREEN, PINK = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 COLORS = {"fp32": BLACK, "bf16": BLUE, "fp16": RED, "tf32": GREEN, "fp8": PINK}
 CYCLE = [BLACK, RED, BLUE, GREEN, PINK, "#E69F00"]
 LINES = ["-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1))]
+BARE = {"xticks": [], "yticks": [], "frame_on": False}
+BESIDE = {"frameon": False, "loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -53,7 +52,7 @@ def show(figure: Figure, alt: str) -> None:
 
 
 @contextmanager
-def _drawing(alt: str, size: tuple[float, float], *grid: int, **options: Any) -> Iterator[Any]:
+def _drawing(alt: str, size: tuple[float, float], *grid: int, **options) -> Iterator:
     """Yield the axes of a figure in the course's style; then show and close it."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(*grid, figsize=size, **options)
@@ -73,8 +72,9 @@ def _label_ends(axes: Axes) -> None:
         points = [point for point in line.get_xydata() if math.isfinite(point[1])]
         return to_axes.transform(points[-1])[1] if points else 0.0
 
-    lines, apart, y = sorted(axes.lines, key=end), 0.09, -0.09
-    for above, line in zip(reversed(range(len(lines))), lines, strict=True):
+    apart, y, above = 0.09, -0.09, len(axes.lines)
+    for line in sorted(axes.lines, key=end):
+        above -= 1
         y = min(max(y + apart, end(line)), 0.95 - apart * above)
         look = {"color": line.get_color(), "linestyle": line.get_linestyle()}
         sample = Line2D([1.02, 1.09], [y, y], transform=axes.transAxes, clip_on=False, **look)
@@ -102,11 +102,8 @@ def images(grid: Grid, *, title: str, alt: str, low: float = 0, high: float = 1)
     """Rows of pictures, {row: {title: 2-D tensor}}, grey from `low` (black) to `high` (white)."""
     columns = max(len(row) for row in grid.values())
     size = (1.75 * columns + 0.4, 1.95 * len(grid) + 0.35)
-    with _drawing(alt, size, len(grid), columns, squeeze=False) as axes:
+    with _drawing(alt, size, len(grid), columns, squeeze=False, subplot_kw=BARE) as axes:
         for line, (label, row) in zip(axes, grid.items(), strict=True):
-            for axis in line:
-                axis.set(xticks=[], yticks=[])
-                axis.spines[:].set_visible(False)
             for axis, (name, picture) in zip(line, row.items(), strict=False):
                 grey = {"cmap": "gray", "vmin": low, "vmax": high, "interpolation": "nearest"}
                 axis.imshow(picture.tolist(), **grey)
@@ -116,12 +113,9 @@ def images(grid: Grid, *, title: str, alt: str, low: float = 0, high: float = 1)
 
 
 def exponent_histogram(
-    panels: Mapping[str, Counts], floor: int, *, title: str, alt: str, limit: int | None = None
+    panels: Mapping[str, Mapping[int, int]], floor: int, limit: int, *, title: str, alt: str
 ) -> None:
-    """Counts by power of two, one panel each; what lies below 2^`floor` is hatched as lost.
-
-    `limit` draws a second border, for example where subnormal numbers begin.
-    """
+    """Counts by power of two, a panel each; lost below 2^`floor`, subnormal below 2^`limit`."""
     size = (7, 1.0 + 1.25 * len(panels))
     kept = {"color": BLUE, "edgecolor": BLUE}
     lost = {"color": "#F2C6AE", "edgecolor": RED, "hatch": "///"}
@@ -130,8 +124,7 @@ def exponent_histogram(
             for exponent, count in histogram.items():
                 axis.bar(exponent + 0.5, count, width=0.9, **(lost if exponent < floor else kept))
             axis.axvline(floor, color=RED, linestyle="--")
-            if limit is not None:
-                axis.axvline(limit, color="#666666", linestyle=":")
+            axis.axvline(limit, color="#666666", linestyle=":")
             axis.set_ylabel("values")
             axis.text(0.01, 0.9, label, transform=axis.transAxes, va="top", fontweight="bold")
         exponents = [floor, *(e for histogram in panels.values() for e in histogram)]
@@ -155,8 +148,7 @@ def bit_fields(value: float, formats: Sequence[Format], *, alt: str) -> None:
             axes.text(-0.6, -y, fmt.name, ha="right", va="center", fontweight="bold")
             number = f"= {fmt.decode(bits):.10g}"
             axes.text(left + fmt.bits + 0.4, -y, number, va="center", fontsize=9)
-        axes.set(xlim=(-5, 48), ylim=(-len(formats) + 0.3, 1.1), xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
+        axes.set(xlim=(-5, 48), ylim=(-len(formats) + 0.3, 1.1), **BARE)
         words = ((0, "sign"), (4, "exponent"), (11, "mantissa"))
         for (x, word), color in zip(words, colors, strict=True):
             axes.text(x, 0.75, word, fontsize=9, bbox={"color": color, "pad": 1.5})
@@ -177,13 +169,11 @@ def range_bars(formats: Sequence[Format], *, title: str, alt: str) -> None:
         axes.set(title=title, xlabel="power of two (hatched: subnormal)", xlim=(-190, 172))
 
 
-def spacing(
-    formats: Sequence[Format], *, title: str, alt: str, low: int = -30, high: int = 20
-) -> None:
+def spacing(formats: Sequence[Format], *, title: str, alt: str) -> None:
     """Distance to the next number against the number itself, both as powers of two."""
     with _drawing(alt, (7, 3.4)) as axes:
         for i, fmt in enumerate(formats):
-            exponents = [e / 4 for e in range(4 * low, 4 * high) if 2.0 ** (e / 4) <= fmt.max]
+            exponents = [e / 4 for e in range(-120, 80) if 2.0 ** (e / 4) <= fmt.max]
             steps = [math.log2(fmt.ulp(2.0**e)) for e in exponents]
             axes.plot(exponents, steps, color=CYCLE[i % 6], linestyle=LINES[i % 6], label=fmt.name)
         axes.set(title=title, xlabel="the number: power of two", ylabel="its spacing: power of two")
@@ -200,13 +190,10 @@ def dtype_strip(steps: Sequence[tuple[str, str, str, bool]], *, title: str, alt:
             axes.text(3.5, -y, ran_in, ha="center", va="center", **white)
             axes.text(1.9, -y, op, ha="right", va="center")
             axes.text(5.1, -y, f"→ {output}" + "   inputs cast" * cast, ha="left", va="center")
-        axes.set(title=title, xlim=(0, 8), ylim=(-len(steps) + 0.4, 0.7), xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
+        axes.set(title=title, xlim=(0, 8), ylim=(-len(steps) + 0.4, 0.7), **BARE)
 
 
-def scale_history(
-    scales: Sequence[float], skipped: Sequence[bool], *, title: str, alt: str
-) -> None:
+def scale_history(scales: list[float], skipped: list[bool], *, title: str, alt: str) -> None:
     """The loss scale used at each step, on a power-of-two axis; a cross marks a skipped step."""
     with _drawing(alt, (7, 2.8)) as axes:
         steps = range(1, len(scales) + 1)
@@ -215,7 +202,7 @@ def scale_history(
         if marks:
             cross = {"marker": "X", "color": RED, "markersize": 9, "linestyle": ""}
             axes.plot(*zip(*marks, strict=True), label="skipped: inf or NaN", **cross)
-            axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+            axes.legend(**BESIDE)
         if any(scale > 0 for scale in scales):
             axes.set_yscale("log", base=2)
         axes.set(title=title, xlabel="step", ylabel="loss scale")
@@ -237,4 +224,4 @@ def stacked_bars(
                 axes.vlines(marks[name], -y - 0.42, -y + 0.42, color=BLACK, linewidth=3)
         axes.set_yticks(range(0, -len(bars), -1), list(bars))
         axes.set(title=title, xlabel=xlabel)
-        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes.legend(**BESIDE)

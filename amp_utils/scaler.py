@@ -1,14 +1,13 @@
 """Dynamic loss scaling from scratch, and a flight recorder for any scaler.
 
-Multiply the loss, and so every gradient, by a scale that lifts it above fp16's smallest number;
-divide before the optimizer steps; after an overflow, skip the step and lower the scale
-(Micikevicius et al., *Mixed Precision Training*, arXiv 1710.03740, section 3.2).
+After Micikevicius et al., *Mixed Precision Training*, arXiv 1710.03740, section 3.2.
 """
 
 import inspect
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +20,8 @@ class LossScaler:
     """Dynamic loss scaling in plain tensor code, call-compatible with `torch.amp.GradScaler`.
 
     Call scale(loss).backward(), unscale_(optimizer) if you want to see or clip the gradients,
-    step(optimizer), and at the end update(). Misuse raises torch's errors. The scale is a 0-d
-    float32 tensor on the device of the first tensor scaled. With enabled=False, or device="cuda"
-    without a GPU, which warns, nothing is scaled and `step` is the optimizer's own.
+    step(optimizer), and at the end update(). Misuse raises torch's errors. With enabled=False, or
+    device="cuda" without a GPU, which warns, nothing is scaled and `step` is the optimizer's own.
 
     Bit-equal to torch's scaler on the CPU. On a GPU a bfloat16 gradient may differ in its last bit
     if the scale is no power of two. An optimizer that calls torch's private methods will not run.
@@ -41,14 +39,12 @@ class LossScaler:
         if self.enabled and self.device == "cuda" and not torch.cuda.is_available():
             warnings.warn("No CUDA GPU: LossScaler is disabled. Try device='cpu'.", stacklevel=3)
             self.enabled = False
-        if self.enabled and self.growth_factor <= 1.0:
-            raise AssertionError("The growth factor must be > 1.0.")
-        if self.enabled and self.backoff_factor >= 1.0:
-            raise AssertionError("The backoff factor must be < 1.0.")
+        if self.enabled and not self.growth_factor > 1.0 > self.backoff_factor:
+            raise AssertionError("growth_factor must be > 1.0, and backoff_factor < 1.0.")
         self._scale, self._growth_tracker = None, 0
         # Since the last update, by id(optimizer). A finding is empty where there are no gradients.
         self._found_inf: dict[int, dict[torch.device, Tensor]] = {}
-        self._stage: dict[int, str] = {}  # "unscaled", then "stepped"
+        self._called: dict[int, str] = {}  # "unscale_", then "step"
 
     def scale(self, outputs: Tensor | Iterable) -> Tensor | Iterable:
         """Multiply a tensor, or each tensor in nested iterables, by the scale."""
@@ -56,8 +52,7 @@ class LossScaler:
             return outputs
         if isinstance(outputs, Tensor):
             if self._scale is None:
-                start = torch.full((), self.init_scale, dtype=torch.float32)
-                self._scale = start.to(outputs.device)
+                self._scale = outputs.new_full((), self.init_scale, dtype=torch.float32)
             return outputs * self._scale.to(outputs.device)
         if isinstance(outputs, Iterable):
             scaled = map(self.scale, outputs)
@@ -68,25 +63,21 @@ class LossScaler:
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, in place, and note inf and NaN.
 
-        Raises RuntimeError for a second call, or one after `step`, before `update`; ValueError for
-        float16 gradients, in which dividing would lose what scaling has saved.
+        ValueError for float16 gradients, in which dividing would lose what scaling has saved.
         """
         if not self.enabled:
             return
         self._require_scale("unscale_")
-        if self._stage.get(id(optimizer)) == "stepped":
-            raise RuntimeError("unscale_() is being called after step().")
-        if id(optimizer) in self._stage:
-            raise RuntimeError("unscale_() has already been called since the last update().")
-        gradients = _gradients(optimizer)
-        if any(gradient.dtype == torch.float16 for gradient in gradients):
+        if called := self._called.get(id(optimizer)):
+            raise RuntimeError(f"unscale_() after {called}() and before update().")
+        if any(gradient.dtype == torch.float16 for gradient in _gradients(optimizer)):
             raise ValueError("Attempting to unscale FP16 gradients.")
         self._find_inf(optimizer)
         # Taken in float64, rounded once: float32 division is inexact under some compiler settings.
         inverse = self._scale.double().reciprocal().float()
-        for gradient in gradients:
+        for gradient in _gradients(optimizer):
             gradient.mul_(inverse.to(gradient.device))
-        self._stage[id(optimizer)] = "unscaled"
+        self._called[id(optimizer)] = "unscale_"
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale if that is still to do, then return optimizer.step(...), or skip it after an inf.
@@ -98,25 +89,24 @@ class LossScaler:
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         self._require_scale("step")
-        if self._stage.get(id(optimizer)) == "stepped":
+        if self._called.get(id(optimizer)) == "step":
             raise RuntimeError("step() has already been called since the last update().")
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             result = self._step_scaled(optimizer, *args, **kwargs)
         else:
-            if id(optimizer) not in self._stage:
+            if id(optimizer) not in self._called:
                 self.unscale_(optimizer)
-            found_inf = self._found_inf_per_device(optimizer).values()
-            if not found_inf:
+            if not (found_inf := self._found_inf_per_device(optimizer).values()):
                 raise AssertionError("No inf checks were recorded for this optimizer.")
             result = None if any(found_inf) else optimizer.step(*args, **kwargs)  # any() waits
-        self._stage[id(optimizer)] = "stepped"
+        self._called[id(optimizer)] = "step"
         return result
 
     def _step_scaled(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that divides by `grad_scale`, and skips if `found_inf`, by itself."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:  # the older contract
             return optimizer.step(*args, **kwargs, grad_scaler=self)
-        if id(optimizer) in self._stage:
+        if id(optimizer) in self._called:
             optimizer.grad_scale = getattr(optimizer, "grad_scale", None)
         else:
             self._find_inf(optimizer)
@@ -139,10 +129,9 @@ class LossScaler:
         return self._found_inf.get(id(optimizer), {})
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Close the iteration: shrink the scale after an inf or NaN, else grow it when that is due.
+        """Shrink the scale after an inf or NaN; grow it after `growth_interval` good iterations.
 
-        Growth is due after `growth_interval` good iterations in a row, and left out if it would
-        reach infinity. `new_scale`, a float or a one-element tensor, replaces all that.
+        It never grows to infinity. `new_scale`, a float or one-element tensor, replaces all that.
         """
         if not self.enabled:
             return
@@ -151,8 +140,8 @@ class LossScaler:
         if isinstance(new_scale, float):
             self._scale.fill_(new_scale)
         elif new_scale is not None:
-            right_place = new_scale.device.type == self.device
-            if not right_place or new_scale.numel() != 1 or new_scale.requires_grad:
+            place, size = new_scale.device.type, new_scale.numel()
+            if (place, size, new_scale.requires_grad) != (self.device, 1, False):
                 raise AssertionError("new_scale should be a float or a 1-element tensor.")
             self._scale.copy_(new_scale)
         elif not found_inf:
@@ -166,7 +155,7 @@ class LossScaler:
                 grown = (self._scale.double() * self.growth_factor).float()
                 self._scale.copy_(torch.where(grown.isfinite(), grown, self._scale))
                 self._growth_tracker = 0
-        self._found_inf, self._stage = {}, {}
+        self._found_inf, self._called = {}, {}
 
     def _require_scale(self, caller: str) -> None:
         if self._scale is None:
@@ -181,23 +170,12 @@ class LossScaler:
     def is_enabled(self) -> bool:
         return self.enabled
 
-    def get_growth_factor(self) -> float:
-        return self.growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        self.growth_factor = new_factor
-
-    def get_backoff_factor(self) -> float:
-        return self.backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        self.backoff_factor = new_factor
-
-    def get_growth_interval(self) -> int:
-        return self.growth_interval
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        self.growth_interval = new_interval
+    get_growth_factor = partialmethod(getattr, "growth_factor")
+    set_growth_factor = partialmethod(setattr, "growth_factor")
+    get_backoff_factor = partialmethod(getattr, "backoff_factor")
+    set_backoff_factor = partialmethod(setattr, "backoff_factor")
+    get_growth_interval = partialmethod(getattr, "growth_interval")
+    set_growth_interval = partialmethod(setattr, "growth_interval")
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save after `update`, in the keys of torch's scaler; empty when disabled."""
@@ -219,7 +197,7 @@ class LossScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickled without its tensor, so that it can be loaded where there is no GPU."""
-        if self._found_inf or self._stage:
+        if self._found_inf or self._called:
             raise AssertionError("A scaler may only be pickled at the end, after update().")
         return self.__dict__ | {"init_scale": self.get_scale(), "_scale": None}
 
@@ -247,34 +225,31 @@ class FlightRecorder:
     A disabled scaler is recorded too, with scale 1. On a GPU each update waits for the device.
     """
 
-    def __init__(self, scaler: Any) -> None:
-        self.scaler = scaler
-        self.rows: list[Row] = []
-        self._seen, self._stepped = {}, set()  # since the last update, by id(optimizer)
+    def __init__(self, scaler: LossScaler | torch.amp.GradScaler) -> None:
+        self.scaler, self.rows = scaler, []
+        self._seen, self._stepped = set(), set()  # optimizers, since the last update
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self).get("scaler"), name)  # None only while being unpickled
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        self._seen[id(optimizer)] = optimizer
+        self._seen.add(optimizer)
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        self._seen[id(optimizer)] = optimizer
+        self._seen.add(optimizer)
         result = self.scaler.step(optimizer, *args, **kwargs)
-        self._stepped.add(id(optimizer))
+        self._stepped.add(optimizer)
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """The scaler's `update`; adds a row."""
         scale = float(self.scaler.get_scale())
-        bad = {key for key, optimizer in self._seen.items() if self._met_inf(optimizer)}
+        # Torch has no public way to ask, and `update` does not tell if it is given a new scale.
+        ask = self._found_inf_per_device if self.is_enabled() else lambda optimizer: {}
+        bad = {optimizer for optimizer in self._seen if any(ask(optimizer).values())}
         self.scaler.update(new_scale)
-        skipped = self._seen.keys() - (self._stepped - bad)
+        skipped = self._seen - (self._stepped - bad)
         tracker = self.scaler.state_dict().get("_growth_tracker", 0)
         self.rows.append(Row(len(self.rows) + 1, scale, bool(bad), len(skipped), tracker))
-        self._seen, self._stepped = {}, set()
-
-    def _met_inf(self, optimizer: Optimizer) -> bool:
-        # Torch has no public way to ask, and `update` does not tell if it is given a new scale.
-        return self.is_enabled() and any(self._found_inf_per_device(optimizer).values())
+        self._seen, self._stepped = set(), set()

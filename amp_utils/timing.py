@@ -9,6 +9,8 @@ from time import perf_counter, process_time
 
 import torch
 
+from amp_utils.lesson import validate, whole
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -21,11 +23,6 @@ class Timing:
     def median(self) -> float:
         return median(self.seconds)
 
-    @property
-    def spread(self) -> float:
-        """Interquartile range in seconds: it holds the middle half of the repeats; 0 for one."""
-        return _spread(self.seconds)
-
 
 def compare(
     runs: Mapping[str, Callable[[], object]],
@@ -37,22 +34,15 @@ def compare(
     """Time functions in turn, A B A B …, so that a change of the machine's speed meets all alike.
 
     Each function is called `warmup` times without a clock; the device is synchronised before every
-    reading. Once `patience` seconds have passed, only the first two repeats are still made. Raises
-    ValueError for no runs, repeats < 1 or warmup < 0.
+    reading. After the first repeat, none starts once `patience` seconds have passed.
     """
-    if not runs:
-        raise ValueError("runs is empty: give at least one function to time.")
-    if repeats < 1:
-        raise ValueError(f"repeats = {repeats} is not allowed: give a whole number of at least 1.")
-    if warmup < 0:
-        raise ValueError(f"warmup = {warmup} is not allowed: give a whole number of at least 0.")
-    for run in runs.values():
-        for _ in range(warmup):
-            run()
+    validate({"repeats": repeats, "warmup": warmup}, repeats=whole(1), warmup=whole(0))
+    for run in [*runs.values()] * warmup:
+        run()
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     deadline = perf_counter() + patience
     for repeat in range(repeats):
-        if repeat < 2 or perf_counter() < deadline:
+        if repeat == 0 or perf_counter() < deadline:
             for name, run in runs.items():
                 synchronize(device)
                 start, cpu_start = perf_counter(), cpu_clock()
@@ -70,7 +60,8 @@ def cpu_clock() -> float:
 def ratio(a: Timing, b: Timing) -> tuple[float, float]:
     """How many times longer a takes than b: median and interquartile range of the paired ratios."""
     ratios = [x / y for x, y in zip(a.seconds, b.seconds, strict=True)]
-    return median(ratios), _spread(ratios)
+    low, middle, high = quantiles(ratios if len(ratios) > 1 else ratios * 2, method="inclusive")
+    return middle, high - low
 
 
 def interval(values: Sequence[float], resamples: int = 4000) -> tuple[float, float]:
@@ -106,8 +97,3 @@ def synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize(device)
     elif torch.device(device).type == "mps":
         torch.mps.synchronize()
-
-
-def _spread(values: Sequence[float]) -> float:
-    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [0.0] * 3
-    return high - low

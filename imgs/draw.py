@@ -106,7 +106,7 @@ def amp_step(axes: Axes) -> None:
 
 
 def loss_scaling(axes: Axes) -> None:
-    """Gradients as a hill on the exponent axis; a scale of 2^16 moves the hill into what fp16 can hold."""
+    """Gradients as a hill over exponents; a scale of 2^16 moves it into what fp16 can hold."""
     exponents = np.linspace(-45, 20, 1000)
     hill = np.exp(-(((exponents + 29) / 4.5) ** 2))
     for left, right, color in ((-24, -14, "#CFE3F1"), (-14, 16, "#9CC7E3")):
@@ -142,7 +142,7 @@ PICTURES: dict[Callable[[Axes], None], tuple[float, float]] = {
 
 
 def draw(picture: Callable[[Axes], None], folder: Path = HERE) -> Path:
-    """Draw one picture; the file is the same, byte for byte, each time (with one version of matplotlib)."""
+    """Draw one picture, byte for byte the same each time (with one version of matplotlib)."""
     with plt.rc_context(STYLE | {"svg.hashsalt": "course"}):
         figure, axes = plt.subplots(figsize=PICTURES[picture])
         picture(axes)

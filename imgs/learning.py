@@ -1,4 +1,4 @@
-"""Draw the README's picture, learning.svg, from lesson 5: its own cells are run, and what they trained is drawn.
+"""Draw the README's picture, learning.svg: run lesson 5's own cells and draw what they trained.
 
 python imgs/learning.py
 """
@@ -24,7 +24,7 @@ SETTINGS = {  # as named in the lesson: (label, colour, line)
 
 
 def run_lesson() -> dict:
-    """Variables of lesson 5 once it has trained its networks, one seed each; figures and exercises are left out."""
+    """Variables of lesson 5 after training, one seed each; figures and exercises are left out."""
     variables: dict = {}
     for cell in nbformat.read(LESSON, 4).cells:
         if cell.cell_type == "code" and not cell.source.startswith("plots."):

@@ -1,23 +1,19 @@
-"""The toolbox that builds, runs, checks and publishes the notebooks.
-
-Its command line is `python -m amp_utils.course COMMAND`. No lesson and no instrument imports it.
-"""
+"""The toolbox behind `python -m amp_utils.course`. No lesson and no instrument imports it."""
 
 import os
 from pathlib import Path
 
+import click
+
 ROOT = Path(__file__).parents[2]
 
 
-class CourseError(Exception):
-    """Why a command cannot do what it was asked, in one sentence for the person at the console.
-
-    `status` is the exit status: 1 where something went wrong, 2 where the command was used wrongly.
-    """
+class CourseError(click.ClickException):
+    """Why a command failed, in one sentence for its user; the status is 2 for wrong usage."""
 
     def __init__(self, sentence: str, status: int = 1):
         super().__init__(sentence)
-        self.status = status
+        self.exit_code = status
 
 
 def shown(path: Path) -> str:

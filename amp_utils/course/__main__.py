@@ -7,38 +7,29 @@ from pathlib import Path
 
 import click
 
-from amp_utils.course import ROOT, CourseError, shown
+from amp_utils.course import ROOT, CourseError
 from amp_utils.lesson import ParameterError
 
 COMMANDS = {
     "run": "run lessons with parameters, or keep their outputs",
     "sweep": "run a lesson for all combinations of values",
-    "outline": "rewrite navigation, course map and slide metadata",
-    "claims": "measure every claim of the sources and write the ledger",
+    "outline": "bring navigation, course map and slides up to date",
+    "claims": "measure the claims of the sources and write the ledger",
     "handout": "build what a class gets: notebooks and offline pages",
     "slides": "show a lesson as a presentation",
-    "bench": "measure speed-ups and the cost of the instruments",
+    "bench": "measure gains and overheads as ratios",
 }
 
 
 class Toolbox(click.Group):
     """A group whose commands are named `command` in the modules of their names."""
 
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(COMMANDS)
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items()])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         return import_module(f"amp_utils.course.{name}").command if name in COMMANDS else None
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
-
-    def invoke(self, context: click.Context) -> int:
-        try:
-            return super().invoke(context)
-        except KeyboardInterrupt:  # click would print an empty line first
-            raise CourseError("Interrupted: nothing half-done is left behind.", 130) from None
 
 
 @click.command(cls=Toolbox)
@@ -55,15 +46,14 @@ def main(arguments: list[str]) -> int:
     """The exit status: 0, 1 for a failure, 2 for wrong usage, 130 for Ctrl-C or SIGTERM."""
     try:
         return toolbox.main(arguments, "python -m amp_utils.course", standalone_mode=False) or 0
+    except click.Abort:
+        sentence, status = "Interrupted: nothing half-done is left behind.", 130
     except click.ClickException as error:
         sentence, status = error.format_message(), error.exit_code
     except ParameterError as error:
         sentence, status = str(error), 2
-    except CourseError as error:
-        sentence, status = str(error), error.status
     except OSError as error:
-        where = f"{shown(Path(error.filename))}: " if error.filename else ""
-        sentence, status = f"{where}{error.strerror or error}.", 1
+        sentence, status = f"{error}.", 1
     print(sentence, file=sys.stderr)
     return status
 

@@ -1,19 +1,14 @@
-"""The ledger of claims: what the sources say beside what the lessons measured.
-
-notebooks/claims.toml says what is claimed and how to measure it; notebooks/measured.json keeps each
-value with the machine, torch version and date of its own measurement. claims.md and claims.html are
-rendered from these two.
-"""
+"""The ledger of claims: what the sources say (notebooks/claims.toml) beside what the lessons
+measured (measured.json, each value with the machine, torch version and date of its measurement)."""
 
 import ast
 import json
-import logging
 import math
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -21,31 +16,16 @@ import torch
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-from amp_utils.course import CourseError, html, notebook, write_whole
+from amp_utils.course import CourseError, notebook, pages, write_whole
 from amp_utils.device import choose_device, describe
 
 SCHEMA = Path(__file__).parent / "templates" / "claims.schema.json"
-WORDS = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}  # JSON has no such numbers
-Measured = dict[str, dict[str, Any]]  # by claim: value, machine, torch and date
+# An expression, so that the lesson's names and history stay as they are.
+EVALUATE = "__import__('amp_utils.course.claims').course.claims.evaluate(lambda raised: ({}))"
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One entry of claims.toml, whose head explains the fields."""
-
-    id: str
-    source: str
-    claim: str
-    published: Any
-    compare: str
-    lesson: str
-    cell: str
-    measure: str
-    verdict: str
-    tolerance: float | None = None
-    ours: bool = False
-    truth: str | None = None
-    depends_on: str | None = None
+class Claim(SimpleNamespace):
+    """An entry of claims.toml, whose head explains the fields; claims.schema.json checks them."""
 
     def holds(self, value: Any) -> bool:
         """Whether a measured value stands to the published one as the claim says."""
@@ -68,101 +48,86 @@ class Claim:
         return f"{self.id} is said to be {self.verdict!r}, but with {value!r} the claim {outcome}."
 
 
-def read(notebooks: Path) -> tuple[dict[str, str], list[Claim], Measured]:
+def read(notebooks: Path) -> tuple[dict[str, str], list[Claim], dict[str, dict]]:
     """Sources, claims and the values measured so far. Raises CourseError for a bad entry."""
     import jsonschema
 
-    entries = _parsed(notebooks / "claims.toml", tomllib.loads)
+    values = notebooks / "measured.json"
+    try:
+        entries = tomllib.loads((notebooks / "claims.toml").read_text("utf-8"))
+        measured = json.loads(values.read_text("utf-8")) if values.exists() else {}
+    except ValueError as error:
+        raise CourseError(f"claims.toml or measured.json is damaged: {error}.") from None
     schema = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text("utf-8")))
     for error in schema.iter_errors(entries):
         raise CourseError(f"claims.toml, {error.json_path[2:]}: {error.message}.")
     sources = entries.pop("sources")
-    claims = [Claim(name, **fields) for name, fields in entries.items()]
-    for claim in claims:
-        if claim.source not in sources:
-            allowed = f"give one of {', '.join(sources)}"
-            raise CourseError(f"{claim.id}: source = {claim.source!r} is not allowed: {allowed}.")
-    values = notebooks / "measured.json"
-    return sources, claims, _parsed(values, json.loads) if values.exists() else {}
-
-
-def _parsed(path: Path, parse: Callable[[str], dict]) -> dict:
-    try:
-        return parse(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CourseError(f"{path} is damaged: {error}.") from None
+    for name, fields in entries.items():
+        if fields["source"] not in sources:
+            raise CourseError(f"claims.toml, {name}: {fields['source']!r} is not among [sources].")
+    claims = [Claim(**{"id": name, "ours": False, **fields}) for name, fields in entries.items()]
+    return sources, claims, measured
 
 
 def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list[str]]:
     """Run a lesson and evaluate each claim right after its cell: values by id, and what failed."""
-    client = NotebookClient(
-        notebook.read(lesson),
-        resources={"metadata": {"path": str(lesson.parent)}},
-        extra_arguments=["--IPKernelApp.log_level=50"],  # no traceback after Ctrl-C
-    )
+    from amp_utils.course.run import failure  # with papermill, which lessons' kernels do without
+
+    resources = {"metadata": {"path": str(lesson.parent)}}
+    quiet = ["--IPKernelApp.log_level=50"]  # no traceback after Ctrl-C
+    client = NotebookClient(notebook.read(lesson), resources=resources, extra_arguments=quiet)
     tags = set().union(*map(notebook.tags, client.nb.cells))
-    missing = [claim for claim in claims if claim.cell not in tags]
-    failures = [f"{claim.id}: {lesson.stem} has no cell tagged {claim.cell}." for claim in missing]
-    values: dict[str, Any] = {}
+    failures = [f"{c.id}: no cell is tagged {c.cell}." for c in claims if c.cell not in tags]
+    values = {}
     try:
         with client.setup_kernel():
             for index, cell in enumerate(client.nb.cells):
                 client.execute_cell(cell, index)
-                for claim in claims:
-                    if claim.cell in notebook.tags(cell):
-                        try:
-                            values[claim.id] = _value(client, claim)
-                        except CourseError as error:
-                            failures.append(str(error))
-    except CellExecutionError as error:
-        failures.append(f"{lesson.stem} stopped: {error.ename}: {error.evalue}".splitlines()[0])
-    except DeadKernelError:
-        failures.append(f"{lesson.stem}: the kernel died, most often for lack of memory.")
+                here = [claim for claim in claims if claim.cell in notebook.tags(cell)]
+                wanted = {claim.id: EVALUATE.format(claim.measure) for claim in here}
+                request = client.kc.execute("", silent=True, user_expressions=wanted)
+                replies = client.wait_for_reply(request)["content"]["user_expressions"]
+                for name, reply in replies.items():
+                    if reply["status"] == "ok":
+                        text = ast.literal_eval(reply["data"]["text/plain"])
+                        # JSON has no such numbers as NaN and Infinity: they become words.
+                        values[name] = json.loads(text, parse_constant=lambda c: str(float(c)))
+                    else:
+                        failures.append(f"{name}: {reply['ename']}: {reply['evalue']}")
+    except (CellExecutionError, DeadKernelError) as error:
+        failures.append(failure(lesson, error))
     return values, failures
 
 
-def _value(client: NotebookClient, claim: Claim) -> Any:
-    prepare = "from amp_utils.course.claims import evaluate as _evaluate"
-    wanted = {claim.id: f"_evaluate(lambda raised: ({claim.measure}))"}
-    request = client.kc.execute(prepare, silent=True, user_expressions=wanted)
-    reply = client.wait_for_reply(request)["content"]["user_expressions"][claim.id]
-    if reply["status"] != "ok":
-        raise CourseError(f"{claim.id}: {reply['ename']}: {reply['evalue']}")
-    return json.loads(ast.literal_eval(reply["data"]["text/plain"]), parse_constant=WORDS.get)
-
-
-def evaluate(function: Callable[[Callable], Any]) -> str:
+def evaluate(measure: Callable[[Callable], Any]) -> str:
     """A claim's value as JSON. Runs in the lesson's kernel and leaves its random numbers alone."""
+
+    def raised(function: Callable[[], Any]) -> str:
+        try:
+            function()
+        except Exception as error:  # a claim may be about any error
+            return f"{type(error).__name__}: {error}"
+        return ""
+
     with torch.random.fork_rng():
-        return json.dumps(function(_raised))
+        return json.dumps(measure(raised))
 
 
-def _raised(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except Exception as error:  # a claim may be about any error
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def publish(notebooks: Path, measured: Measured) -> list[str]:
+def publish(notebooks: Path, measured: dict[str, dict]) -> list[str]:
     """Write measured.json, claims.md and claims.html; returns what contradicts its verdict."""
     sources, claims, _ = read(notebooks)
     known = {claim.id: measured[claim.id] for claim in claims if claim.id in measured}
     lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in known.items())
     write_whole(notebooks / "measured.json", "{\n" + ",\n".join(lines) + "\n}\n")
-    origins = {name: (e["date"], f"torch {e['torch']}", e["machine"]) for name, e in known.items()}
+    origins = {k: f"{e['date']}, torch {e['torch']}, {e['machine']}" for k, e in known.items()}
     runs = sorted(set(origins.values()))
-    rows, wrong = [], []
-    for claim in claims:
-        value = known[claim.id]["value"] if claim.id in known else None
-        rows.append((claim, value, runs.index(origins[claim.id]) + 1 if claim.id in known else "–"))
-        wrong += filter(None, [claim.contradiction(value)])
-    pages = {"claims.html": html.TEMPLATES, "claims.md": html.TEMPLATES.overlay(autoescape=False)}
-    for name, templates in pages.items():
-        text = templates.get_template(f"{name}.j2").render(claims=rows, runs=runs, sources=sources)
+    numbers = {name: runs.index(origin) + 1 for name, origin in origins.items()}
+    rows = [(c, known.get(c.id, {}).get("value"), numbers.get(c.id, "–")) for c in claims]
+    for name, templates in {"claims.html": pages.TEMPLATES, "claims.md": pages.MARKDOWN}.items():
+        template = templates.get_template(f"{name}.j2")
+        text = template.render(claims=rows, runs=runs, sources=sources)
         write_whole(notebooks / name, text.strip() + "\n")
-    return wrong
+    return [wrong for claim, value, _ in rows if (wrong := claim.contradiction(value))]
 
 
 @click.command(help="Measure the claims of LESSONs (all where none is given); write the ledger.")
@@ -170,7 +135,6 @@ def publish(notebooks: Path, measured: Measured) -> list[str]:
 @click.option("--render", is_flag=True, help="measure nothing: render the committed values again")
 @click.pass_obj
 def command(root: Path, lessons: tuple[str, ...], render: bool) -> int:
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # of a cell that Ctrl-C ends
     notebooks, failures = root / "notebooks", []
     _, claims, measured = read(notebooks)
     origin = {"machine": describe(choose_device()), "torch": torch.__version__}

@@ -5,30 +5,36 @@ nbconvert renders the cells; math-core replaces MathJax, which nbconvert would l
 
 import base64
 import mimetypes
-from collections.abc import Callable
-from functools import cache
+import re
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
-from jinja2 import PackageLoader
-from markupsafe import Markup
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from math_core import LatexError, LatexToMathML
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
 from pygments.formatters import HtmlFormatter
 
-from amp_utils.course import CourseError, html
+from amp_utils.course import CourseError
 
 LATEX = LatexToMathML(fancy_error=False)
-HIGHLIGHTING = Markup(HtmlFormatter(style="default").get_style_defs(".highlight"))
+# Every page extends templates/base.html.j2, and Jinja escapes its values.
+TEMPLATES = Environment(
+    loader=PackageLoader("amp_utils.course"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+TEMPLATES.globals["highlighting"] = HtmlFormatter().get_style_defs(".highlight")
+MARKDOWN = TEMPLATES.overlay(autoescape=False)
 
 
 def mathml(latex: str, display: bool = False) -> str:
-    """A LaTeX formula as MathML. Raises CourseError if it cannot be converted.
-
-    >>> mathml("2^{-24}")
-    '<math><msup><mn>2</mn><mrow><mo lspace="0" rspace="0">−</mo><mn>24</mn></mrow></msup></math>'
-    """
+    """A LaTeX formula as MathML. Raises CourseError if it cannot be converted."""
     try:
         return LATEX.convert_with_local_state(latex, displaystyle=display)
     except LatexError as error:
@@ -36,60 +42,51 @@ def mathml(latex: str, display: bool = False) -> str:
         raise CourseError(f"The formula ${latex}$ cannot be shown offline: {reason}") from None
 
 
-def picture(path: Path) -> str:
-    """A picture file as a data URL. Raises CourseError if there is no such picture."""
-    kind, _ = mimetypes.guess_type(path.name)
-    if not path.is_file() or not (kind or "").startswith("image/"):
-        raise CourseError(f"The picture {path.name} is not a file that can be put into the page.")
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
 class Renderer(IPythonRenderer):
-    """nbconvert's Markdown with pictures and formulas inside; links become `link_to(url)`."""
+    """nbconvert's Markdown with pictures and formulas inside.
 
-    def __init__(self, folder: Path, link_to: Callable[[str], str], anchors: bool):
+    Links to lessons stay if their pages are `beside` this one, links within it with `anchors`.
+    """
+
+    def __init__(self, folder: Path, beside: bool = False, anchors: bool = True):
         super().__init__(escape=False, exclude_anchor_links=not anchors)
-        self.folder, self.link_to = folder, link_to
+        self.folder, self.beside, self.anchors = folder, beside, anchors
 
-    def inline_math(self, body: str) -> str:
-        return mathml(body)
-
-    def block_math(self, body: str) -> str:
-        return mathml(body, display=True)
+    inline_math, block_math = staticmethod(mathml), staticmethod(partial(mathml, display=True))
 
     def latex_environment(self, name: str, body: str) -> str:
         return mathml(rf"\begin{{{name}}}{body}\end{{{name}}}", display=True)
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
-        target = self.link_to(url)
-        return super().link(text, target, title) if target else text
+        kept = "://" in url or (self.anchors if url.startswith("#") else self.beside)
+        url = url if "://" in url else re.sub(r"\.ipynb(?=#|$)", ".html", url)
+        return super().link(text, url, title) if kept else text
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
-        return super().image(text, picture(self.folder / url), title)
+        path, kind = self.folder / url, mimetypes.guess_type(url)[0] or ""
+        if not path.is_file() or not kind.startswith("image/"):
+            raise CourseError(f"The picture {path.name} is not a file that can go into the page.")
+        data = base64.b64encode(path.read_bytes()).decode()
+        return super().image(text, f"data:{kind};base64,{data}", title)
 
 
 @cache  # an exporter takes a while to make
-def _exporter(folder: Path, link_to: Callable[[str], str], anchors: bool) -> HTMLExporter:
+def _exporter(*options: Path | bool) -> HTMLExporter:
     return HTMLExporter(
         template_name="basic",
         template_file="cells.html.j2",
-        extra_loaders=[PackageLoader("amp_utils.course")],
+        extra_loaders=[TEMPLATES.loader],
         exclude_input_prompt=True,
         exclude_output_prompt=True,
-        filters={"markdown2html": MarkdownWithMath(Renderer(folder, link_to, anchors)).render},
+        filters={"markdown2html": MarkdownWithMath(Renderer(*options)).render},
     )
 
 
-def cells(
-    notebook: NotebookNode, folder: Path, link_to: Callable[[str], str] = str, anchors: bool = True
-) -> Markup:
-    """All cells as HTML, with pictures from `folder`; where `link_to(url)` is "", the text stays.
-
-    Raises CourseError for a formula or a picture that cannot be put inside.
-    """
-    return Markup(_exporter(folder, link_to, anchors).from_notebook_node(notebook)[0])
+def cells(notebook: NotebookNode, *options: Path | bool) -> str:
+    """All cells as HTML; the options are those of `Renderer`. Raises CourseError as it does."""
+    return _exporter(*options).from_notebook_node(notebook)[0]
 
 
-def page(title: str, body: str) -> str:
-    """A whole page around `body`, which is text or, as from `cells`, Markup."""
-    return html.page("lesson.html.j2", title=title, body=body, highlighting=HIGHLIGHTING)
+def page(template: str, **values: Any) -> str:
+    """The template filled with `values`, which are escaped unless it says `safe`."""
+    return TEMPLATES.get_template(template).render(values)

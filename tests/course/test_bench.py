@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 
+import click
 import pytest
 import torch
 from torch import nn
 
 from amp_utils import timing
-from amp_utils.course import CourseError, bench, step
+from amp_utils.course import CourseError, bench
 
 
 @pytest.fixture
@@ -36,6 +37,7 @@ STRADDLING = [1.0, 1.2] * 20
         ([1.06] * 20, {"bar": 1.05}, "broken"),
         (STRADDLING, {"bar": 1.1}, "cannot tell"),
         ([1.0] * 19 + [9.0], {"bar": 1.05}, "kept"),
+        ([1.0], {"bar": 1.05}, "cannot tell"),
         ([0.95] * 20, {"bar": 1.1, "floor": 0.9}, "kept"),
         ([0.8] * 20, {"bar": 1.1, "floor": 0.9}, "broken"),
         ([0.8, 1.0] * 20, {"bar": 1.1, "floor": 0.9}, "cannot tell"),
@@ -49,9 +51,8 @@ def test_a_verdict_is_that_of_the_whole_interval(values, limits, verdict):
 @pytest.mark.parametrize(("values", "status"), [([1.0], 0), ([1.0, 1.2], 0), ([1.2], 1)])
 def test_only_a_broken_bar_fails(values, status, call, monkeypatch, tmp_path, capsys):
     result = bench.Result("a / b", values * 10, "CPU", bar=1.1)
-    monkeypatch.setattr(bench, "PAIRS", {"good": lambda _: [bench.Result("c / d", [0.5])]})
-    monkeypatch.setitem(bench.PAIRS, "other", lambda _: [result])
-    assert call("other", "--device", "cpu") == status
+    monkeypatch.setitem(bench.PAIRS, "loop", lambda _: [result])
+    assert call("loop", "--device", "cpu") == status
     header, row, *_ = capsys.readouterr().out.splitlines()
     assert row.split()[-1] == result.verdict.split()[-1] and "CPU" in row
     assert row.index("CPU") == header.index("clock")
@@ -76,12 +77,14 @@ def test_the_clock_with_the_narrower_interval_counts(cpu):
 
 
 def test_what_is_wrong_is_one_sentence(call, tmp_path):
-    with pytest.raises(CourseError, match="'speed' is not a benchmark: give recipe, large, .*poin"):
+    with pytest.raises(click.UsageError, match="'speed' is not one of 'recipe', 'large', .*poin"):
         call("recipe", "speed")
     with pytest.raises(ValueError, match="^device = 'tpu' is not allowed"):
         call("--device", "tpu")
-    with pytest.raises(ValueError, match="^repeats = 1 is not allowed"):
+    with pytest.raises(click.UsageError, match="1 is not in the range x>=2"):
         call("--repeats", "1")
+    with pytest.raises(click.UsageError, match="0.0 is not in the range x>0"):
+        call("--patience", "0")
     assert not list(tmp_path.iterdir())
 
 
@@ -95,10 +98,10 @@ def test_growth_runs_every_size(cpu, monkeypatch):
     monkeypatch.setattr(
         bench,
         "compare",
-        lambda runs, *_: {n: timing.Timing((run(),), (run(),)) for n, run in runs.items()},
+        lambda runs, *_: {n: timing.Timing((run(),) * 2, (run(),) * 2) for n, run in runs.items()},
     )
     (result,) = cpu.growth("things", {size: lambda size=size: 5.0 * size**2 for size in (2, 4, 8)})
-    assert result.values == [pytest.approx(2.0)] and result.bar == 1.1
+    assert result.values == [pytest.approx(2.0)] * 2 and result.bar == 1.1
     assert result.verdict == "broken"
 
 
@@ -125,16 +128,16 @@ def test_the_parts_are_the_kernels_of_a_real_step(dtype, counts, cpu):
 
 def test_the_parts_predict_the_gain():
     fp32, low = (12.0, 6.0, 0.0, 4.0, 2.0), (6.0, 1.0, 1.0, 2.0, 2.0)
-    assert step.gain_by_parts(*fp32, *low) == pytest.approx((12 / 6) / (12 / 6))
+    assert bench.gain_by_parts(*fp32, *low) == pytest.approx((12 / 6) / (12 / 6))
     unexplained = (12.0, *low[1:])  # as long as in float32, though its parts take half of it
-    assert step.gain_by_parts(*fp32, *unexplained) == pytest.approx(2.0)
+    assert bench.gain_by_parts(*fp32, *unexplained) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
     ("gain", "end"), [(1.02, "+2.0%, within 10%."), (0.85, "-15.0%, not within 10%.")]
 )
 def test_the_table_says_whether_the_parts_explain_the_step(gain, end):
-    text = step.table("recipe", (12.0, 6.0, 0.0, 4.0, 2.0, 6.0, 1.0, 1.0, 2.0, 2.0), gain)
+    text = bench.table("recipe", (12.0, 6.0, 0.0, 4.0, 2.0, 6.0, 1.0, 1.0, 2.0, 2.0), gain)
     lines = {line[:20].strip(): line[20:].split() for line in text.splitlines()}
     assert lines["products"] == ["6000.00", "1000.00", "6.000"]
     assert lines["casts"] == ["0.00", "1000.00"]
@@ -143,7 +146,7 @@ def test_the_table_says_whether_the_parts_explain_the_step(gain, end):
 
 
 def test_a_recipe_gives_its_gain_that_of_its_products_and_its_parts(cpu):
-    step_gain, products, explained = bench.recipe(cpu, 8, 4)
+    step_gain, products, explained = cpu.recipe(8, 4)
     assert (explained.bar, explained.floor) == (1.1, 0.9) and step_gain.bar is None
     assert all(value > 0 for value in (*step_gain.values, *products.values))
     assert cpu.tables[0].startswith("\nrecipe 8/4")
@@ -192,7 +195,18 @@ def test_sweeps_are_left_out_where_they_cannot_run(missing, call, monkeypatch, c
 
 def test_a_command_that_fails_is_a_sentence():
     with pytest.raises(CourseError, match="failed: .*ZeroDivisionError"):
-        bench.command_line("-c", "1 / 0")()
+        bench.run_python("-c", "1 / 0")
+
+
+def test_a_pair_that_fails_leaves_the_others_their_results(call, monkeypatch, tmp_path, capsys):
+    good = [bench.Result("c / d", [0.5, 0.5])]
+    monkeypatch.setitem(bench.PAIRS, "imports", lambda _: bench.run_python("-c", "1 / 0"))
+    monkeypatch.setitem(bench.PAIRS, "pixels", lambda _: good)
+    assert call("imports", "pixels", "--device", "cpu") == 1
+    told = capsys.readouterr()
+    assert "c / d" in told.out and told.err.endswith("ZeroDivisionError: division by zero\n")
+    (kept,) = json.loads((tmp_path / "runs" / "bench-cpu.json").read_text())["results"]
+    assert kept["name"] == "c / d"
 
 
 def test_a_pair_runs_from_end_to_end(call, capsys):
@@ -206,9 +220,8 @@ def test_the_sweep_and_the_loop_run_the_same_grid(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "TemporaryDirectory", lambda: Kept(tmp_path, kept))
     small = bench.GRID | {"seed": [0], "steps": [2]}
     bench.sweep_of(bench.ROOT, small)()
-    bench.command_line(
-        "-c", bench.LOOP.replace(str([*bench.GRID.values()]), str([*small.values()]))
-    )()
+    loop = bench.LOOP.replace(str([*bench.GRID.values()]), str([*small.values()]))
+    bench.run_python("-c", loop)
     for folder in kept:
         found = [path for path in folder.rglob("*.ipynb") if not path.name.startswith(".")]
         assert len(found) == 2

@@ -34,7 +34,7 @@ OLD = {"machine": "an old machine", "torch": "2.0", "date": "1999-12-31"}
 
 
 def claim(**changes) -> Claim:
-    return Claim("eight", **{**ENTRY, **changes})
+    return Claim(id="eight", **{**ENTRY, **changes})
 
 
 def toml(entries: dict[str, dict]) -> str:
@@ -195,9 +195,9 @@ def test_expressions_are_evaluated_after_their_cells(course, capsys):
     assert stored(root)["eight"]["date"] != OLD["date"]
     sentences = capsys.readouterr().err
     for sentence in (
-        "01_float_formats stopped: ZeroDivisionError: division by zero",
+        "01_float_formats: ZeroDivisionError: division by zero",
         "last was not measured.",
-        "missing: 01_float_formats has no cell tagged claim:none.",
+        "missing: no cell is tagged claim:none.",
         "unfit: TypeError: Object of type Tensor is not JSON serializable",
         "unknown: NameError: name 'nothing' is not defined",
         "broken: SyntaxError",
@@ -312,7 +312,7 @@ def test_a_verdict_stands_only_beside_values_that_fit(changes, fits, contradicts
         ({"tolerance": 0.1}, "eight.compare: 'close' was expected."),
         ({"publisher": "me"}, "eight: Additional properties are not allowed ('publisher'"),
         ({"cell": "eight"}, "eight.cell: 'eight' does not match '^claim:"),
-        ({"source": "hearsay"}, "eight: source = 'hearsay' is not allowed: give one of paper."),
+        ({"source": "hearsay"}, "claims.toml, eight: 'hearsay' is not among [sources]."),
     ],
 )
 def test_an_entry_that_is_incomplete_is_refused(changes, sentence, course):

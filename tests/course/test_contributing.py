@@ -8,6 +8,7 @@ from amp_utils.course import __main__, notebook, outline
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / ".github" / "CONTRIBUTING.md"
 TEXT = PAGE.read_text("utf-8")
+TABLE = outline.generated("cell tags", ROOT / "notebooks")
 
 
 def test_the_table_of_tags_names_those_in_use_and_no_others():
@@ -18,14 +19,14 @@ def test_the_table_of_tags_names_those_in_use_and_no_others():
         for tag in cell.tags
     }
     assert used == set(notebook.TAGS)
-    assert outline.tag_table() in TEXT
-    assert outline.with_table(PAGE, "cell tags", outline.tag_table()) == TEXT
+    assert TABLE in TEXT
+    assert outline.with_table(PAGE, "cell tags", TABLE) == TEXT
 
 
 def test_a_page_without_its_table_gets_it_back(tmp_path):
     page = tmp_path / PAGE.name
-    page.write_text(TEXT.replace(outline.tag_table(), "an old table"), "utf-8")
-    assert outline.with_table(page, "cell tags", outline.tag_table()) == TEXT
+    page.write_text(TEXT.replace(TABLE, "an old table"), "utf-8")
+    assert outline.with_table(page, "cell tags", TABLE) == TEXT
 
 
 def test_every_command_that_it_names_exists():

@@ -222,7 +222,7 @@ def test_the_bootstrap_is_written_for_an_old_python():
         (
             "shutil.disk_usage",
             lambda _: SimpleNamespace(free=1.2e9),
-            "Too little disk space: .venv needs about 3 GB (more with CUDA) and /here has 1.2 GB",
+            "Too little disk space: 1.2 GB; .venv needs 3 GB, more with CUDA.",
         ),
     ],
 )
@@ -237,27 +237,19 @@ def test_a_machine_that_will_not_do_is_a_sentence(monkeypatch, thing, replacemen
     assert str(stop.value).startswith(sentence) and "\n" not in str(stop.value)
 
 
-def test_only_what_changes_the_environment_makes_it_stale(tmp_path):
+def test_what_changes_the_environment_makes_it_stale(tmp_path):
     for name in ("pyproject.toml", "requirements.lock"):
         shutil.copy(ROOT / name, tmp_path)
-
-    def stamp_with(old: str, new: str) -> list[str]:
-        text = (ROOT / "pyproject.toml").read_text("utf-8")
-        assert text.count(old) == 1, old
-        (tmp_path / "pyproject.toml").write_text(text.replace(old, new), "utf-8")
-        return bootstrap.stamp(tmp_path)
-
     now = bootstrap.stamp(tmp_path)
-    assert stamp_with("\nline-length = 100", "\nline-length = 99") == now
-    assert stamp_with('\ntestpaths = ["tests"', '\ntestpaths = ["other"') == now
-    assert stamp_with('"torch>=', '"torch>') != now
-    assert stamp_with('["setuptools>=', '["setuptools>') != now
-    assert stamp_with('\npackages = ["amp_utils"', '\npackages = ["other"') != now
-    assert stamp_with("\ndev = [", "\ndev = [ ") != now
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("pyproject.toml", "requirements.lock"):
+        (tmp_path / name).write_text("")
+        assert bootstrap.stamp(tmp_path) != now, name
+        shutil.copy(ROOT / name, tmp_path)
     assert bootstrap.stamp(tmp_path) == now
-    (tmp_path / "requirements.lock").write_text("")
-    assert bootstrap.stamp(tmp_path) != now
+    text = (ROOT / "pyproject.toml").read_text()
+    for settings in ("[tool.pytest.ini_options]\n", "[tool.ruff]\n"):
+        (tmp_path / "pyproject.toml").write_text(text.replace(settings, f"{settings}# a comment\n"))
+        assert bootstrap.stamp(tmp_path) == now, settings
 
 
 # --- a small project that is installed for real, without a network
@@ -349,7 +341,7 @@ def project(tmp_path: Path) -> Project:
 def test_the_second_call_does_nothing_and_a_changed_lock_is_followed_in_place(project):
     status, out, err = project.install()
     assert (status, err) == (0, "") and out.endswith("The environment is ready.\n")
-    assert len(out.splitlines()) == 3 and project.tiny() == "1.0"
+    assert project.tiny() == "1.0"
     for path in bootstrap.SETTINGS.rglob("*.json"):
         copied = project.venv / path.relative_to(bootstrap.SETTINGS)
         assert json.loads(copied.read_text()) == json.loads(path.read_text())
@@ -365,8 +357,7 @@ def test_the_second_call_does_nothing_and_a_changed_lock_is_followed_in_place(pr
     project.lock("9.9")
     status, out, err = project.install()
     assert status == 1 and "No matching distribution found for tiny==9.9" in err  # pip's own words
-    last = err.splitlines()[-1]
-    assert re.fullmatch(r"The installation failed with [\d.]+ GB of disk .*/install\.log\.", last)
+    assert re.search(r"\nThe installation failed; see .*/install\.log\.\n$", err)
     assert "tiny==9.9" in (project.venv / bootstrap.LOG).read_text()
 
 
@@ -379,7 +370,8 @@ def test_an_interrupted_installation_is_repaired_by_the_next_call(project, numbe
     os.killpg(process.pid, number)
     assert process.wait(60) == (130 if number == signal.SIGINT else -number)
     if number == signal.SIGINT:
-        assert err.read_text().strip() == "Interrupted: the next call repairs the installation."
+        said = err.read_text().splitlines()[-1]  # below what pip says
+        assert said == "Interrupted: the next call repairs the installation."
     assert not bootstrap.is_ready(project.folder)
     broken = project.venv / "half-written"
     broken.touch()
@@ -395,11 +387,11 @@ def test_two_calls_at_once_build_one_environment(project):
     first, _, _ = project.start()
     wait_for(building.exists)
     second, out, _ = project.start()
-    waiting = "Another make is installing; waiting for it.\n"
-    wait_for(lambda: out.read_text() == waiting)
+    waiting = "Installing into .venv, after any make that does already: some minutes.\n"
+    wait_for(out.read_text)
     (project.folder / "slow").unlink()
     assert first.wait(120) == second.wait(120) == 0
-    assert out.read_text() == waiting and project.tiny() == "1.0"
+    assert out.read_text() == waiting and project.tiny() == "1.0", "the second installed nothing"
 
 
 @pytest.mark.full
@@ -408,7 +400,7 @@ def test_what_somebody_else_made_is_never_cleared(project):
     mine.parent.mkdir()
     mine.touch()
     status, out, err = project.install()
-    assert (status, out) == (1, "") and err.count("\n") == 1
+    assert status == 1 and err.count("\n") == 1
     assert "is not ours and has no Python 3.11 with pip: move it away" in err
     assert [path.name for path in mine.parent.iterdir()] == ["mine"]
 

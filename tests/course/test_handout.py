@@ -181,6 +181,7 @@ def test_pages_have_no_script_and_hold_their_pictures_and_formulas(built, lesson
         assert not page("script") and len(page("main")) == 1, path.name
         assert len(page("img", src=re.compile("^data:image/"))) == pictures, path.name
         assert len(page("math")) == len(formulas), path.name
+        assert "\n.highlight .k {" in page.style.string, "code is coloured"
 
 
 def test_solutions_are_folded_and_outputs_can_be_scrolled_with_the_keyboard(built, lessons):
@@ -269,7 +270,7 @@ def test_what_is_broken_is_found(tmp_path):
 
 def test_a_build_takes_the_place_of_the_one_before_and_equals_it(small, capsys):
     assert main(["--root", str(small), "handout"]) == 0
-    assert "1 lessons are in course/build/handout: open " in capsys.readouterr().out
+    assert "1 lessons are in course/build/handout: open index.html" in capsys.readouterr().out
     before = contents(small)
     (small / "build" / "handout" / "pages" / "gone.html").touch()
     assert main(["--root", str(small), "handout"]) == 0
@@ -280,8 +281,8 @@ def test_a_build_takes_the_place_of_the_one_before_and_equals_it(small, capsys):
 FAULTS = {
     r"$\nosuchcommand{x}$": r"cannot be handed out: The formula $\nosuchcommand{x}$ cannot",
     "![a picture](../imgs/gone.svg)": "The picture gone.svg is not a file",
-    "[next](99_gone.ipynb)": "00_start_here.ipynb links to 99_gone.ipynb, which does not exist.",
-    "[notes](../../notes.txt)": "links to ../../notes.txt, which lies outside the course.",
+    "[next](99_gone.ipynb)": "00_start_here.ipynb links to 99_gone.ipynb, which is no file of the",
+    "[notes](../../notes.txt)": "links to ../../notes.txt, which is no file of the course.",
 }
 
 
@@ -342,8 +343,9 @@ def test_a_linked_file_is_taken_along(small):
 
 
 def test_text_on_a_page_is_escaped():
-    page = BeautifulSoup(pages.page("a < b", "<b>no markup</b>"), "html.parser")
-    assert page.title.string == "a < b" and page.main.get_text().strip() == "<b>no markup</b>"
+    text = pages.page("lesson.html.j2", title="a < <b>b</b>", body="<p>text</p>")
+    page = BeautifulSoup(text, "html.parser")
+    assert page.title.string == "a < <b>b</b>" and page.main.p.string == "text"
 
 
 def test_a_formula_keeps_its_characters():

@@ -36,7 +36,7 @@ def test_a_damaged_notebook_is_named_before_any_work(course, call, command, text
     damage(course, text)
     status, out, err = call(*command.split())
     assert (status, out, err.count("\n")) == (1, "", 1)
-    assert f"{LESSON}.ipynb is damaged or not a notebook: " in err
+    assert f"{LESSON}.ipynb is damaged or not a notebook.\n" in err
     assert [path.name for path in course.iterdir()] == ["notebooks"]
 
 
@@ -73,7 +73,9 @@ def test_wrong_usage_is_one_sentence(course, call, monkeypatch, arguments, statu
 
 def test_an_error_of_the_system_is_one_sentence(course, call):
     (course / "notebooks" / f"{LESSON}.ipynb").mkdir()
-    assert call("run") == (1, "", f"{course}/notebooks/{LESSON}.ipynb: Is a directory.\n")
+    status, out, err = call("run")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert f"Is a directory: '{course}/notebooks/{LESSON}.ipynb'." in err
 
 
 def test_every_command_has_help(call):

@@ -70,7 +70,7 @@ def test_lessons_are_chosen_by_number_or_beginning_and_foreign_files_are_not(les
     for wanted in ["99", "my_own", "06_grad_scaler-Copy1", "1x"]:
         with pytest.raises(CourseError, match=f"'{wanted}' is not a lesson: give one of 00_start"):
             notebook.choose([wanted], folder)
-    with pytest.raises(CourseError, match="'' is the beginning of several lessons: give one of"):
+    with pytest.raises(CourseError, match="'' is not a lesson: give one of"):
         notebook.choose([""], folder)
 
 

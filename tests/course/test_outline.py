@@ -27,6 +27,7 @@ CARD = """# 5 · Title
 def copy(tmp_path, monkeypatch):
     """A copy of the course; the current folder is another one."""
     shutil.copytree(ROOT / "notebooks", tmp_path / "course" / "notebooks")
+    shutil.copytree(ROOT / ".github", tmp_path / "course" / ".github")
     shutil.copy(ROOT / "README.md", tmp_path / "course")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "course"
@@ -40,14 +41,20 @@ def run(folder, *options):
     return main(["--root", str(folder), "outline", *options])
 
 
+def navigation(path):
+    return outline.generated("navigation", path.parent, lesson=path.stem)
+
+
 def test_a_card_is_taken_apart():
-    assert outline.read_card(CARD) == outline.Card("5 · Title", "Why.", ["a", "b"], "40")
+    assert outline.card([new_markdown_cell(CARD)], "x") == outline.Card(
+        "5 · Title", "Why.", ["a", "b"], "40"
+    )
 
 
 @pytest.mark.parametrize("row", ["You will learn", "You need", "Minutes", "Runs on"])
 def test_a_missing_row_is_named(row):
-    with pytest.raises(ValueError, match=rf"no row \*\*{row}\*\*"):
-        outline.read_card(CARD.replace(row, "Other"))
+    with pytest.raises(CourseError, match=rf"^Cell 0: the card has no row \*\*{row}\*\*\.$"):
+        outline.card([new_markdown_cell(CARD.replace(row, "Other"))], "Cell 0")
 
 
 def test_everything_generated_is_up_to_date(capsys):
@@ -57,14 +64,14 @@ def test_everything_generated_is_up_to_date(capsys):
 def test_a_lesson_links_to_its_neighbours():
     there = notebook.lessons(ROOT / "notebooks")
     for before, after in zip(there, there[1:], strict=False):
-        assert f"]({after.name}) →" in outline.navigation(before)
-        assert f"]({before.name})" in outline.navigation(after)
-    assert "←" not in outline.navigation(there[0]) and "→" not in outline.navigation(there[-1])
+        assert f"]({after.name}) →" in navigation(before)
+        assert f"]({before.name})" in navigation(after)
+    assert "←" not in navigation(there[0]) and "→" not in navigation(there[-1])
 
 
 def test_both_entrances_lead_to_the_first_lesson_and_one_through_every_appendix(copy):
     def ways():
-        rows = outline.entrances(copy / "notebooks").splitlines()[2:]
+        rows = outline.generated("entrances", copy / "notebooks").splitlines()[2:]
         return [re.findall(r"\]\((\w+)\.ipynb\)", row) for row in rows]
 
     there = [path.stem for path in notebook.lessons(copy / "notebooks")]
@@ -94,7 +101,7 @@ def test_a_lesson_that_goes_away_leaves_no_link_behind(copy, capsys):
     expected = [f"{name} {advice}" for name in [*stale, "README.md"]]
     assert capsys.readouterr().out.splitlines() == expected
     assert run(copy) == 0 and run(copy, "--check") == 0
-    assert f"]({gone.name}" not in outline.navigation(copy / "notebooks" / stale[1])
+    assert f"]({gone.name}" not in navigation(copy / "notebooks" / stale[1])
     assert gone.name not in (copy / "README.md").read_text("utf-8")
 
 
@@ -124,12 +131,10 @@ def test_a_damaged_lesson_is_a_sentence_and_nothing_is_rewritten(copy, capsys):
     assert contents(copy) == before
 
 
-def test_a_lesson_without_a_card_is_named(tmp_path):
-    path = tmp_path / "05_gradient_underflow.ipynb"
+def test_a_lesson_without_a_card_is_named():
     for cells in ([], [new_code_cell("x = 1")]):
-        nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-        with pytest.raises(CourseError, match=r"^05_gradient_underflow.ipynb: the card has no "):
-            outline.card(path)
+        with pytest.raises(CourseError, match=r"^05.ipynb: the card has no "):
+            outline.card(cells, "05.ipynb")
 
 
 SLIDE_TYPES = [

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ LESSONS = {
     "04_custom_autograd_functions": "import os\nos._exit(1)",
     "05_gradient_underflow": WAIT,
 }
-DIED = "04_custom_autograd_functions: the kernel died, most often for lack of memory.\n"
+DIED = "04_custom_autograd_functions: the kernel died, most often for lack of memory. (see "
 
 
 @pytest.fixture
@@ -77,41 +78,36 @@ def printed(path: Path) -> list[str]:
     return [out.text for out in outputs if out.output_type == "stream"]
 
 
-def test_parameters_reach_the_lesson_and_the_table_says_how_it_went(course, call):
+def test_parameters_reach_the_lesson_and_a_line_says_how_it_went(course, call):
     status, out, err = call("1", "-p", "steps", "7", "-p", "precision", "bf16")
     assert (status, err, left(course)) == (0, "", ["01_float_formats.ipynb"])
     executed = course / "runs" / "01_float_formats.ipynb"
     assert printed(executed) == ["bf16 7 notebooks 0\n"]
     assert lesson.recorded(json.loads(executed.read_text())) == {"loss": 0.5}
-    heads, row = [line.split() for line in out.splitlines() if line.split() and "─" not in line]
-    assert heads == ["lesson", "seconds", "outcome"]
-    assert (row[0], row[2]) == ("01_float_formats", "done") and float(row[1]) > 0
+    assert re.fullmatch(r"01_float_formats: done after \d+\.\d s\n", out)
 
 
 def test_a_failure_does_not_stop_the_rest_and_never_looks_finished(course, call, monkeypatch):
     monkeypatch.chdir(course / "notebooks")  # any folder will do
     (course / "runs").mkdir()
     (course / "runs" / "03_autocast_dtypes.ipynb").write_text("an older result")
-    status, out, err = call("02", "03", "04", "-p", "precision", "fp12")
+    status, out, err = call("02", "03", "04", "01", "-p", "precision", "fp12")
     failed = [f"{name}.failed.ipynb" for name in list(LESSONS)[1:4]]
-    assert (status, left(course)) == (1, failed)
-    assert "precision = 'fp12' is not allowed: give one of 'fp32', 'bf16'.\n" in err
+    assert (status, left(course)) == (1, ["01_float_formats.ipynb", *failed])
+    assert "precision = 'fp12' is not allowed: give one of 'fp32', 'bf16'. (see " in err
     place = "(see ../runs/03_autocast_dtypes.failed.ipynb)"
     assert f"03_autocast_dtypes, cell 3: ZeroDivisionError: division by zero {place}\n" in err
     assert DIED in err and "Traceback" not in err
-    outcomes = ["parameter refused", "ZeroDivisionError", "kernel died"]
-    for name, outcome in zip(list(LESSONS)[1:4], outcomes, strict=True):
-        assert f"{name}: {outcome} after " in out, "progress without a terminal"
-    assert [" ".join(row.split()[2:]) for row in out.rstrip().splitlines()[-3:]] == outcomes
+    assert out.startswith("01_float_formats: done after ") and out.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (
-            "-p precison bf16",
+            "1 -p precison bf16",
             "precison = 'bf16' is not allowed: 01_float_formats has no such parameter,"
-            " give one of steps, precision (did you mean precision?).",
+            " give one of steps, precision.",
         ),
         ("1 --save -p steps 2", "--save takes no parameters: it keeps what the defaults give."),
     ],
@@ -125,8 +121,8 @@ def test_an_unknown_kernel_is_a_sentence(course, call):
     path = course / "notebooks" / "01_float_formats.ipynb"
     path.write_text(path.read_text().replace('"python3"', '"cobol"'))
     status, _, err = call("1")
-    assert (status, left(course), err.count("\n")) == (1, [], 1)
-    assert err.startswith("01_float_formats could not be run: NoSuchKernel: ")
+    assert (status, left(course), err.count("\n")) == (1, ["01_float_formats.failed.ipynb"], 1)
+    assert err.startswith("01_float_formats: NoSuchKernel: ")
 
 
 def test_values_are_read_as_numbers_where_they_are_numbers():
@@ -184,7 +180,7 @@ def test_save_replaces_the_outputs_and_changes_nothing_else(course, call):
     path = course / "notebooks" / "01_float_formats.ipynb"
     before = nbformat.read(path, as_version=4)
     status, _, err = call("--save", "1")
-    assert (status, err, left(course)) == (0, "", [])
+    assert (status, err, left(course)) == (0, "", ["01_float_formats.ipynb"])
     assert printed(path) == ["fp32 3 notebooks \n"], "in its own folder, with every GPU hidden"
     after = nbformat.read(path, as_version=4)
     assert lesson.recorded(after) == {"loss": 0.5}
@@ -202,5 +198,5 @@ def test_save_leaves_a_failing_lesson_as_it_was(course, call):
     status, out, err = call("--save", "3")
     what = "03_autocast_dtypes, cell 2: ZeroDivisionError: division by zero"
     assert (status, out) == (1, "")
-    assert f"{what} (03_autocast_dtypes.ipynb is as before)\n" in err
-    assert path.read_bytes() == before and left(course) == []
+    assert f"{what} (see " in err
+    assert path.read_bytes() == before and left(course) == ["03_autocast_dtypes.failed.ipynb"]

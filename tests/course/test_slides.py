@@ -5,10 +5,9 @@ import shutil
 from pathlib import Path
 
 import nbformat
-import pytest
 from bs4 import BeautifulSoup
 
-from amp_utils.course import CourseError, notebook, outline, slides
+from amp_utils.course import notebook, outline, slides
 from amp_utils.course.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +115,7 @@ def test_a_presentation_is_one_file_that_loads_nothing(tmp_path, monkeypatch, ca
     columns = page.select(".slides > section")
     found = [len(column.find_all("section", recursive=False)) or 1 for column in columns]
     assert found == [len(column) for column in slides.stacks(nbformat.read(LESSON, 4))]
-    assert page.title.string == outline.card(LESSON).title
+    assert page.title.string == outline.card(notebook.cells(LESSON), LESSON.name).title
     reveal, start = page("script", src=False)
     assert len(reveal.string) > 50_000 and "Reveal.initialize(" in start.string
     loaded = [tag[name] for tag in page(True) for name in ("src", "data-src") if tag.get(name)]
@@ -128,13 +127,6 @@ def test_a_presentation_is_one_file_that_loads_nothing(tmp_path, monkeypatch, ca
     assert len(ids) == len(set(ids))
 
 
-def test_a_package_without_reveal_is_a_sentence():
-    with pytest.raises(
-        CourseError, match=r"^reveal.js lacks gone.js: install the package pyreveal"
-    ):
-        slides.reveal("gone.js")
-
-
 def test_a_lesson_that_is_not_there_or_damaged_is_a_sentence(tmp_path, capsys):
     (tmp_path / "notebooks").mkdir()
     shutil.copy(LESSON, tmp_path / "notebooks")
@@ -142,7 +134,7 @@ def test_a_lesson_that_is_not_there_or_damaged_is_a_sentence(tmp_path, capsys):
     no_card = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# No card")])
     nbformat.write(no_card, tmp_path / "notebooks" / "07_unscaled_clipping.ipynb")
     asked = {
-        (): (2, "Which lesson? Give its number, for example make slides NB=06."),
+        (): (2, "Missing argument 'LESSON'."),
         ("99",): (2, "'99' is not a lesson: give one of 05_gradient_underflow, "),
         ("05",): (1, "05_gradient_underflow.ipynb is damaged or not a notebook"),
         ("07",): (1, "07_unscaled_clipping.ipynb: the card has no "),

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from nbformat import v4
 from support.processes import ended, wait_for, wait_for_number
 
-from amp_utils.course import grid, report, sweep
+from amp_utils.course import report, run, sweep
 from amp_utils.course.__main__ import main
 
 QUICK, SLOW = "01_float_formats", "02_numerical_stability"
@@ -32,9 +32,11 @@ precision: str = "fp32"  # format to compute in
 rate: float = 0.1  # learning rate
 loud: bool = False  # whether to print"""
 VALIDATE = """\
-from amp_utils.lesson import choice, flag, real, record, validate, whole
+from amp_utils.lesson import choice, real, record, validate, whole
 validate(globals(), steps=whole(1, 99), precision=choice("fp32", "bf16", "a/b", "<b>"))"""
-VALIDATE_AGAIN = "validate(globals(), rate=real(above=0), loud=flag())\nprint('accepted')"
+VALIDATE_AGAIN = (
+    "validate(globals(), rate=real(above=0), loud=choice(True, False))\nprint('accepted')"
+)
 WORK = """\
 import os
 with open("../journal", "a") as journal:
@@ -84,7 +86,7 @@ def call(course, capsys):
     return run
 
 
-def pretend(path: Path, folder: Path, parameters: dict, step, save_each_cell: bool) -> None:
+def pretend(path: Path, folder: Path, parameters: dict, step) -> None:
     """What run_lesson leaves, without a kernel; keeps a journal of the runs that it starts."""
     with Path("journal").open("a") as journal:
         print(folder.name, file=journal)
@@ -118,24 +120,24 @@ def journal(course: Path) -> list[list[str]]:
 
 REFUSED = {
     "9 --set steps=1": f"'9' is not a lesson: give one of {QUICK}, {SLOW}, or its number.",
-    "1": "There is nothing to sweep: give at least one --set NAME=VALUE,VALUE.",
-    "1 --set steps": "--set 'steps' has an empty name or value: give NAME=VALUE,VALUE.",
-    "1 --set steps=1,,2": "--set 'steps=1,,2' has an empty name or value: give NAME=VALUE,VALUE.",
-    "1 --set =1": "--set '=1' has an empty name or value: give NAME=VALUE,VALUE.",
+    "1": "Missing option '--set'.",
+    "1 --set steps": "--set 'steps': give NAME=VALUE,VALUE, and each NAME once.",
+    "1 --set steps=1,,2": "--set 'steps=1,,2': give NAME=VALUE,VALUE, and each NAME once.",
+    "1 --set =1": "--set '=1': give NAME=VALUE,VALUE, and each NAME once.",
+    "1 --set steps=1 --set steps=2": "--set 'steps=2': give NAME=VALUE,VALUE, and each NAME once.",
     "1 --set step=1": f"step = 1 is not allowed: {QUICK} has no such parameter, give one of steps,",
     "1 --set steps=1,many --jobs 1": "steps = 'many' is not allowed: give a whole number from 1 ",
     "1 --set steps=1.5 --jobs 1": "steps = 1.5 is not allowed: give a whole number from 1 to 99.",
-    "1 --set loud=1 --jobs 1": "loud = 1 is not allowed: give True or False.",
-    "1 --set steps=1,2,1": "steps = 1 is given twice: give each value once.",
-    "1 --set rate=1,1.0": "rate = 1.0 is given twice: give each value once.",
-    "1 --set steps=1 --set steps=2": "steps is given twice: give all its values in one --set.",
+    "1 --set loud=1 --jobs 1": "loud = 1 is not allowed: give one of True, False.",
+    "1 --set steps=1,2,1": "--set steps has the same value twice: give each value once.",
+    "1 --set rate=1,1.0": "--set rate has the same value twice: give each value once.",
     "1 --set steps=0 --jobs 1": "steps = 0 is not allowed: give a whole number from 1 to 99.",
     "1 --set precision=16 --jobs 1": "precision = '16' is not allowed: give one of 'fp32', ",
     "1 --set rate=-1 --jobs 1": "rate = -1 is not allowed: give a finite number above 0.",
-    "1 --set steps=1 --jobs 0": "jobs = 0 is not allowed: give a whole number of at least 1.",
+    "1 --set steps=1 --jobs 0": "Invalid value for '--jobs': 0 is not in the range x>=1.",
     f"1 --set steps={','.join(map(str, range(101)))}": "This grid has 101 runs: add --yes ",
     "1 --set steps=1 --jobs 2 --scheduler x:1": "--jobs is not for a cluster: ",
-    "1 --set steps=1 --out notebooks --jobs 1": "notebooks holds something else: give another ",
+    "1 --set steps=1 --out notebooks --jobs 1": "notebooks holds something else, or the sweep ",
 }
 
 
@@ -154,27 +156,34 @@ def test_every_value_that_the_lesson_refuses_is_named(call):
     assert (status, [line.split(" is ")[0] for line in err.splitlines()]) == (2, refused)
 
 
-VALUES = st.text() | st.floats() | st.booleans() | st.integers()
-POINTS = st.lists(st.tuples(VALUES, VALUES), min_size=2, unique_by=json.dumps)
+TEXTS = st.text() | (st.floats() | st.booleans() | st.integers()).map(str)
+POINTS = st.lists(st.tuples(TEXTS, TEXTS), min_size=2)
+READERS = st.sampled_from([str, run.parse_value])  # a grid's values are all texts, or all are read
 
 
 @settings(derandomize=True, deadline=None)
-@given(POINTS)
-@example([(False, 0), ("false", 0), ("False", 0), (0, 0), ("0", 0), ("0.0", 0), (0.0, 0)])
-@example([(value, 1) for value in (True, "true", 1, "1", 1.0, "1.0", "1e0", math.inf, "Infinity")])
-@example([("x,b=y", "z"), ("x", "y,b=z"), ("X", "y"), ("x", "y")])  # also where A is a
-@example([("../a", 1), (grid.folder_name({"a": "../a"}).removeprefix("a="), 1)])
-@example([("a" * 101, 1), ("a" * 102, 1), ('"', 1), ("\\", 1), ("", 1)])
-def test_names_of_runs_are_safe_and_tell_all_runs_apart(points):
-    names = [grid.folder_name({"a": a, "b": b}) for a, b in points]
-    assert len({name.lower() for name in names}) == len(names)
-    for name in names:
+@given(POINTS, READERS)
+@example([("False", "0"), ("false", "0"), ("0", "0"), ("0.0", "0")], str)
+@example([("true", "1"), ("1", "1"), ("1.0", "1"), ("inf", "1"), ("nan", "1")], run.parse_value)
+@example([("x,b=y", "z"), ("x", "y,b=z"), ("X", "y"), ("x", "y")], str)  # also where A is a
+@example([("1", "../a"), ("1", sweep.folder_name({"b": "../a"}).partition("=")[2])], str)
+@example([("a" * 200, "1"), ("a" * 201, "1"), ('"', "1"), ("\\", "1"), ("", "1")], str)
+def test_names_of_runs_are_safe_and_tell_all_runs_apart(texts, read):
+    points = [{"a": read(a), "b": read(b)} for a, b in texts]
+    names = {json.dumps(point): sweep.folder_name(point) for point in points}
+    assert len({name.lower() for name in names.values()}) == len(names)
+    for name in names.values():
         assert re.fullmatch(r"a=[\w=,.+~-]*", name, re.ASCII) and len(name) < 120
+
+
+def test_values_of_different_types_have_different_names():
+    values = [False, "false", "False", True, "true", 0, "0", 1, "1", 1.0, "1.0", "inf", math.inf]
+    assert len({sweep.folder_name({"a": value}).lower() for value in values}) == len(values)
 
 
 def test_plain_values_make_plain_names():
     parameters = {"steps": 2, "rate": 1e-3, "loud": True, "precision": "bf16"}
-    assert grid.folder_name(parameters) == "steps=2,rate=0.001,loud=true,precision=bf16"
+    assert sweep.folder_name(parameters) == "steps=2,rate=0.001,loud=true,precision=bf16"
 
 
 # --- run and resumed
@@ -210,7 +219,7 @@ def test_real_runs_side_by_side_with_failures_among_them(course, call):
     status, out, err = call(command)
     failed = "steps=4,precision=fp32"
     assert (status, err.count("\n")) == (1, 3)
-    assert f"{failed}: {QUICK}, cell 5: AssertionError: four is too many\n" in err
+    assert f"{failed}: {QUICK}, cell 5: AssertionError: four is too many (see " in err
     assert out.splitlines()[-1] == "3 of 6 runs are finished: see out/report.html"
     done, broken = rows(course / "out")[0], rows(course / "out")[3]
     head = "run,steps,precision,outcome,took (s),curve,loss,recorded steps,verdict"
@@ -230,9 +239,10 @@ def test_real_runs_side_by_side_with_failures_among_them(course, call):
 def test_a_dead_kernel_is_reported_and_does_not_stop_the_others(course, call):
     status, out, err = call("1 --set steps=9,2 --out out --jobs 1")
     assert status == 1
-    assert f"steps=9: {QUICK}: the kernel died, most often for lack of memory.\n" in err
+    assert f"steps=9: {QUICK}: the kernel died, most often for lack of memory. (see " in err
     assert [row["outcome"] for row in rows(course / "out")] == ["failed", "done"]
-    assert [path.name for path in course.glob("out/*/*.ipynb")] == [f"{QUICK}.ipynb"]
+    left = [path.name for path in course.glob("out/*/*.ipynb")]
+    assert sorted(left) == [f"{QUICK}.failed.ipynb", f"{QUICK}.ipynb"]
 
 
 # --- the report
@@ -265,17 +275,19 @@ def test_what_is_drawn_of_a_metric():
         width = row["width"]
         row |= {"loss": 1 / width, "by.a": width, "by.b": math.inf, "flag": True, "word": "yes"}
     by_width = {f"precision={name}": {64: 1 / 64, 128: 1 / 128} for name in ("fp32", "bf16")}
-    assert report.lines(table, ["loss"], names) == ("width", by_width)
-    drawn = report.lines(table, ["by.a", "by.b"], names)[1]
-    assert drawn == {f"a, precision={name}": {64: 64, 128: 128} for name in ("fp32", "bf16")}
+    assert report.lines(table, ["loss"], names) == {("loss", "width"): by_width}
+    drawn = report.lines(table, ["by.a", "by.b"], names)
+    by_width = {f"a, precision={name}": {64: 64, 128: 128} for name in ("fp32", "bf16")}
+    assert drawn == {("by", "width"): by_width}
     for column in ("by.b", "flag", "word", "none"):
-        assert report.lines(table, [column], names)[1] == {}, column
-    assert report.lines(table[:1], ["loss"], names) == ("precision", {"": {"fp32": 1 / 64}})
-    by_precision = {"": {"fp32": 1 / 64, "bf16": 1 / 64}}
-    assert report.lines(table[::2], ["loss"], names) == ("precision", by_precision)
+        assert report.lines(table, [column], names) == {}, column
+    drawn = {("loss", "precision"): {"": {"fp32": 1 / 64}}}
+    assert report.lines(table[:1], ["loss"], names) == drawn
+    drawn["loss", "precision"][""]["bf16"] = 1 / 64
+    assert report.lines(table[::2], ["loss"], names) == drawn
     curves = [{"steps": steps, "scale": [8, 4]} for steps in (1, 2)]
     entries = {f"steps={steps}": {1: 8, 2: 4} for steps in (1, 2)}
-    assert report.lines(curves, ["scale"], ["steps"]) == ("entry", entries)
+    assert report.lines(curves, ["scale"], ["steps"]) == {("scale", "entry"): entries}
     for found in [{"": {"fp32": 1.0}}, {"bf16": {1: 1e-9, 9: 1.0}, "x": {1: 1.0}}]:
         assert report.plot("loss", "width", found)
 
@@ -292,10 +304,10 @@ def test_lists_and_numbers_of_one_metric_are_drawn_apart(course, call, monkeypat
     titles = re.findall('alt="([^"]*)"', (course / "out" / "report.html").read_text())
     assert titles == ["dtypes by entry", "dtypes by steps"]
     row = {"steps": 1, "dtypes.a": [1.0, 2.0], "dtypes.b": 3}
-    assert report.lines([row], ["dtypes.a", "dtypes.b"], ["steps"]) == (
-        "entry",
-        {"a, steps=1": {1: 1.0, 2: 2.0}},
-    )
+    assert report.lines([row], ["dtypes.a", "dtypes.b"], ["steps"]) == {
+        ("dtypes", "entry"): {"a, steps=1": {1: 1.0, 2: 2.0}},
+        ("dtypes", "steps"): {"b": {1: 3}},
+    }
 
 
 # --- one folder, one sweep
@@ -322,14 +334,14 @@ with FileLock({str(course / "out" / sweep.LOCK)!r}):
 def test_another_lesson_version_or_grid_is_noticed(course, call, pretended):
     command = "1 --set steps=1,2 --set precision=fp32 --out out --jobs 1"
 
-    def refused(arguments: str) -> str:
+    def is_refused(arguments: str) -> None:
         status, out, err = call(f"{arguments} --out out --jobs 1")
         assert (status, out, err.count("\n")) == (2, "", 1)
-        return re.search(r"^out holds the sweep of another (\w+): give another --out", err)[1]
+        assert err.startswith("out holds something else, or the sweep of another lesson, version ")
 
     assert call(command)[0] == 0
-    assert refused("1 --set steps=1,3 --set precision=fp32") == "grid"
-    assert refused("2 --set steps=1,2 --set precision=fp32") == "lesson"
+    is_refused("1 --set steps=1,3 --set precision=fp32")
+    is_refused("2 --set steps=1,2 --set precision=fp32")
     path = course / "notebooks" / f"{QUICK}.ipynb"
     saved = nbformat.read(path, as_version=4)
     saved.cells[-1].outputs = [v4.new_output("stream", text="executed and saved")]
@@ -337,10 +349,10 @@ def test_another_lesson_version_or_grid_is_noticed(course, call, pretended):
     assert call(command)[0] == 0, "outputs do not matter"
     saved.cells[-1].source += "\n1 / 0"
     nbformat.write(saved, path)
-    assert refused("1 --set steps=1,2 --set precision=fp32") == "version"
+    is_refused("1 --set steps=1,2 --set precision=fp32")
     assert len(journal(course)) == 2
     (course / "out" / sweep.NOTE).write_text("{")
-    assert refused("1 --set steps=1,2 --set precision=fp32") == "lesson"
+    is_refused("1 --set steps=1,2 --set precision=fp32")
 
 
 def test_a_run_whose_sweep_is_gone_is_abandoned(course, pretended):
@@ -500,9 +512,8 @@ def test_a_cluster_that_cannot_be_used_is_a_sentence(call, monkeypatch):
         def nthreads(self) -> dict[str, int]:
             return {"one": 1, "other": 3}
 
-    sentence = "No Dask scheduler answers at 'nonsense': give HOST:PORT.\n"
+    sentence = "No Dask scheduler answers at 'nonsense'.\n"
     assert call("1 --set steps=1 --scheduler nonsense") == (2, "", sentence)
     monkeypatch.setattr("distributed.Client", lambda *_, **__: Cluster())
     status, out, err = call("1 --set steps=1 --scheduler 127.0.0.1:1")
-    cluster = "The cluster has 2 workers with 4 threads: give each worker one, as dask worker "
-    assert (status, out) == (2, "") and err.startswith(cluster)
+    assert (status, out) == (2, "") and err.startswith("Give each worker one thread: dask worker ")

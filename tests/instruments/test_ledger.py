@@ -1,12 +1,17 @@
-"""amp_utils.ledger tells what autocast really does: torch's own lists and unwatched runs are the oracles."""
+"""amp_utils.ledger against its oracles: torch's own lists, and unwatched runs."""
 
 import importlib
+import json
+import os
+import subprocess
 import sys
 import threading
 import types
 import unittest
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,9 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils._pytree import tree_map
 
-from amp_utils import ledger
+from amp_utils import ledger, memory
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
@@ -27,7 +31,7 @@ LOW = pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])
 
 
 def torch_lists():
-    """torch's lists, without the test machinery that they import: that would freeze torch.backends."""
+    """torch's lists, without the test machinery they import, which freezes torch.backends."""
     name = "torch.testing._internal.common_utils"
     machinery = types.SimpleNamespace(TEST_WITH_ROCM=False, TestCase=unittest.TestCase)
     with mock.patch.dict(sys.modules, {name: machinery}):
@@ -42,7 +46,7 @@ LISTED = {
         "torch_fp32": "fp32",
         "nn_fp32": "fp32",
         "torch_need_autocast_promote": "promote",
-        "torch_expect_builtin_promote": "passthrough",  # the op itself promotes, autocast does nothing
+        "torch_expect_builtin_promote": "passthrough",  # the op itself promotes
         "methods_expect_builtin_promote": "passthrough",
     },
     "cuda": {
@@ -61,7 +65,8 @@ LISTED = {
 }
 MODULES = {"nn": torch._C._nn, "banned": torch._C._nn, "linalg": torch._C._linalg, "torch": torch}
 
-# What a CPU build of torch cannot run on fake CUDA tensors, and why. It may shrink, it must not grow.
+# What a CPU build of torch cannot run on fake CUDA tensors, and why. It may shrink, it must not
+# grow.
 UNAVAILABLE = {
     "cpu": set(),
     "cuda": {
@@ -69,20 +74,21 @@ UNAVAILABLE = {
         "torch.cudnn_convolution_transpose",
         "torch.gru_cell",  # its fused kernel does so too; lstm_cell's does not
         "torch.grid_sampler",  # asks whether cuDNN would take it
-        "torch.equal",  # its result is a Python bool, which depends on data that fake tensors do not have
+        "torch.equal",  # its result depends on data, which fake tensors do not have
         "Tensor.equal",
     },
 }
 
 
 def listed_ops(device, lists):
-    """(name, callable, args, kwargs, documented policy) per op: function and method, where it is both."""
+    """(name, callable, args, kwargs, documented policy) per op: function and method."""
     for list_name, documented in LISTED[device].items():
         for name, args, *rest in getattr(lists, list_name):
             kwargs = next((extra for extra in rest if isinstance(extra, dict)), {})
             if name == "einsum":
-                # A slip in torch's CUDA list: the equation stands where the arguments belong, and torch's own
-                # test then takes the matrices for a truthy "skip" flag. The policy holds all the same.
+                # A slip in torch's CUDA list: the equation stands where the arguments belong, and
+                # torch's own test then takes the matrices for a truthy "skip" flag. The policy
+                # holds all the same.
                 assert isinstance(args, str)
                 args = args, torch.randn(2, 2, 2, 2), torch.randn(2, 2, 2, 2)
             module = MODULES.get(list_name.split("_")[0])
@@ -108,9 +114,10 @@ def test_no_list_of_torch_is_forgotten():
         )
 
 
-@LOW
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.filterwarnings("ignore:.*(chain_matmul|cross).*deprecated")
+@pytest.mark.parametrize(("device", "low"), [("cpu", BF16), ("cuda", FP16)])
+@pytest.mark.filterwarnings(
+    "ignore:.*(chain_matmul|cross).*deprecated", "ignore:Accessing the data"
+)
 def test_every_listed_op_has_the_policy_that_torch_documents(device, low, capfd):
     got = Counter()
     unavailable, wrong = set(), []
@@ -169,6 +176,8 @@ def test_policies_that_the_lessons_name(op, args, cpu, cuda):
 
 def test_a_dtype_that_the_caller_asks_for_is_not_autocasts_doing():
     assert ledger.policy(partial(torch.sum, dtype=FP32), torch.rand(4)) == "passthrough"
+    assert ledger.policy(torch.Tensor.bfloat16, torch.rand(4)) == "passthrough"
+    assert ledger.policy(torch.Tensor.half, torch.rand(4), device="cuda") == "passthrough"
     assert (
         ledger.policy(partial(F.softmax, dtype=FP32), torch.rand(4), 0, device="cuda")
         == "passthrough"
@@ -187,6 +196,38 @@ def test_what_cannot_run_is_unavailable():
     assert (
         ledger.policy(nn.Linear(4, 4), torch.rand(2, 4), device="cuda") == "unavailable"
     )  # its weights are real
+
+
+@pytest.mark.parametrize("use_autograd", [torch.func.grad, torch.func.hessian, torch.enable_grad()])
+def test_autograd_on_cuda_is_unavailable_and_does_not_end_the_process(use_autograd):
+    def product(x):
+        return (x @ x).sum()
+
+    x = torch.rand(3, 3)
+    assert ledger.policy(use_autograd(product), x, device="cuda") == "unavailable"
+    assert ledger.policy(use_autograd(product), x) == "lower_precision"
+
+
+INSIDE = {
+    "bilinear": (F.bilinear, (torch.rand(2, 3), torch.rand(2, 3), torch.rand(4, 3, 3))),
+    "sparse.mm": (lambda a, b: torch.sparse.mm(a.to_sparse(), b), (torch.rand(3, 3),) * 2),
+    "pinv": (torch.linalg.pinv, (torch.rand(3, 3),)),
+    "cdist": (torch.cdist, (torch.rand(30, 3), torch.rand(30, 3))),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_ops_inside_a_kernel_are_autocast_as_unwatched(name):
+    op, args = INSIDE[name]
+    expected = "fp32" if name == "cdist" else "lower_precision"  # whose own rule covers its inside
+    assert ledger.policy(op, *args) == expected
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode(), torch.autocast("cpu", dtype=BF16):
+            alone = op(*args)
+            with ledger.record() as rows:
+                watched = op(*args)
+        torch.testing.assert_close(watched, alone, rtol=0, atol=0)
+        assert bool(rows[-1].casts) == (name in ("bilinear", "sparse.mm"))
 
 
 def everything_that_policy_touches():
@@ -339,16 +380,9 @@ def test_looking_viewing_and_integers_have_no_row():
     x, target = torch.rand(2, 3), torch.tensor([1, 0])
 
     def look():
-        x.shape, x.dtype, x.T, x.grad, x.size(), x.dim(), x[0], x.view(3, 2), x.is_floating_point()  # noqa: B018
-        (
-            x.T.reshape(6),
-            x.contiguous(),
-            x.clone(),
-            x.detach(),
-            x.expand(2, 2, 3),
-            x.tolist(),
-            x[0, 0].item(),
-        )
+        (x.shape, x.dtype, x.T, x.grad, x.size(), x[0], x.view(3, 2), x.is_floating_point())
+        (x.T.reshape(6), x.contiguous(), x.clone(), x.detach(), x.expand(2, 2, 3), x.tolist())
+        x[0, 0].item()
         torch.zeros(3), target + 1, target.float(), x.float()
         F.dropout(x, training=False)
 
@@ -385,8 +419,50 @@ def test_attention_and_recurrent_layers():
     rows = recorded(lambda: attention(x, x, x, need_weights=False))
     assert ops(rows) == ["linear", "scaled_dot_product_attention", "linear"]
     assert [row.inputs for row in rows] == [(FP32,) * 3, (BF16,) * 3, (BF16, FP32, FP32)]
-    row = recorded(lambda: nn.LSTM(8, 4)(x))[-1]
-    assert (row.op, row.ran_in, set(row.casts)) == ("lstm", BF16, {"float32→bfloat16"})
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_every_grad_mode_shows_the_same(mode, batch_first):
+    # Without data, since not every CPU has a bfloat16 kernel for recurrent layers.
+    with memory.without_data(), mode():
+        layer, x = nn.LSTM(8, 4, batch_first=batch_first), torch.rand(2, 3, 8)
+        rows = recorded(lambda: layer(x)[0].float() @ x.new_ones(4, 2))
+    assert [row for row in rows if row.op != "new_ones"] == [
+        ledger.Row("lstm", (FP32,) * 7, BF16, BF16, ("float32→bfloat16",) * 7),
+        ledger.Row("float", (BF16,), FP32, FP32, ()),
+        ledger.Row("matmul", (FP32, FP32), BF16, BF16, ("float32→bfloat16",) * 2),
+    ]
+
+
+def test_casts_before_a_complex_or_integer_result():
+    x = torch.rand(4, 4).bfloat16()
+    rows = recorded(lambda: [torch.fft.fft(x), torch.linalg.eig(x), torch.linalg.matrix_rank(x)])
+    assert [row.output for row in rows] == [torch.complex64, torch.complex64, torch.int64]
+    assert [row.casts for row in rows] == [("bfloat16→float32",)] * 3
+
+
+def test_a_widening_of_the_ops_own_is_no_cast_of_autocasts():
+    rows = recorded(lambda: torch.float_power(torch.rand(3), 2))
+    assert (rows[-1].output, rows[-1].casts) == (torch.float64, ())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_higher_order_ops_are_one_row():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, x = torch.rand(1, 1, 16, 16), torch.rand(3, 3)
+    calls = [
+        lambda: flex_attention(q, q, q),
+        lambda: torch.cond(x.sum() > 0, lambda x: x @ x, lambda x: (x + 1) @ x, (x,)),
+    ]
+    for call, name in zip(calls, ("flex_attention", "cond"), strict=True):
+        with torch.autocast("cpu", dtype=BF16):
+            alone = call()
+        seen = []
+        rows = recorded(lambda: seen.append(call()))  # noqa: B023
+        assert torch.equal(seen[0], alone) and seen[0].dtype == alone.dtype
+        assert (rows[-1].op, rows[-1].output) == (name, BF16)
 
 
 def test_attention_without_a_fused_kernel_widens_by_itself():
@@ -460,38 +536,43 @@ def test_a_ledger_sees_its_own_thread_only():
     assert ops(rows) == ["exp"] and seen_inside == ["cos"]
 
 
-@LOW
-def test_recording_changes_no_result(low):
-    def results(op, args, kwargs, watched):
-        torch.manual_seed(0)
-        with torch.autocast("cpu", dtype=low):
-            if not watched:
-                return op(*args, **kwargs)
-            with ledger.record():
-                return op(*args, **kwargs)
-
-    def to_low(leaf):
-        return leaf.to(low) if isinstance(leaf, torch.Tensor) and leaf.dtype == BF16 else leaf
-
-    listed = [
-        (name, op, tree_map(to_low, args), kwargs)
-        for name, op, args, kwargs, _ in listed_ops("cpu", torch_lists()["cpu"])
-    ]
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_recording_changes_no_result(mode):
     torch.manual_seed(0)
     x = torch.rand(2, 3, 8)
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    layers = [
-        ("encoder", encoder, (x,), {}),
-        ("lstm", nn.LSTM(8, 4), (x,), {}),
-        ("gru", nn.GRU(8, 4), (x,), {}),
-    ]
-    if low == FP16:
-        layers = layers[
-            :1
-        ]  # a CPU without fp16 instructions has no fp16 kernel for recurrent layers
-    for name, op, args, kwargs in listed + layers:
-        alone, seen = results(op, args, kwargs, False), results(op, args, kwargs, True)
-        torch.testing.assert_close(seen, alone, rtol=0, atol=0, msg=name)
+    with torch.backends.mkldnn.flags(enabled=False):  # not every CPU has its kernel in bfloat16
+        for name, op, args, kwargs in [
+            *(listed[:4] for listed in listed_ops("cpu", torch_lists()["cpu"])),
+            ("a wrapped number", torch.take_along_dim, (x, torch.zeros_like(x).long(), 1), {}),
+            ("lazy conjugates", torch.fft.hfftn, (torch.randn(4, 5, 6),), {}),
+            ("encoder", encoder, (x,), {}),
+            ("gru", nn.GRU(8, 4), (x,), {}),
+            ("lstm", nn.LSTM(8, 4), (x,), {}),
+        ]:
+            results = []
+            for watch in (nullcontext, ledger.record):
+                torch.manual_seed(0)
+                with mode(), torch.autocast("cpu", dtype=BF16), watch():
+                    results.append(op(*args, **kwargs))
+            torch.testing.assert_close(*results, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.full
+def test_torchs_own_samples_of_ops_and_modules_agree():
+    command = [sys.executable, "tests/support/ledger_sweep.py", "--every", "12", "--samples", "2"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["wrong"] == []
+    assert found["counts"]["runs"] > 300 and found["counts"]["with casts"] > 4
 
 
 # ---- table

@@ -71,3 +71,38 @@ def test_autocast_keeps_a_cast_of_the_weight_until_backward():
         )
         del y
     assert watched.live == 0
+
+
+@pytest.mark.parametrize("convert", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_sparse_tensors_hold_their_indices_and_values(convert):
+    x = torch.eye(10)
+    with memory.watch() as watched:
+        sparse = getattr(x, convert)()
+        (sparse @ x).sum()
+        pointers = 2 * 10 + (0 if convert == "to_sparse" else 11)
+        assert watched.live == 8 * pointers + 4 * 10
+    del sparse
+    assert watched.live == 0
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_higher_order_ops_can_be_watched():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, x = torch.rand(1, 1, 16, 16), torch.rand(3, 3)
+    with memory.watch() as watched:
+        attended = flex_attention(q, q, q)
+        chosen = torch.cond(x.sum() > 0, lambda x: x @ x, lambda x: x + 1, (x,))
+    assert watched.live == attended.nbytes + chosen.nbytes
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_watching_changes_no_result(mode):
+    torch.manual_seed(0)
+    x, weight, grid = torch.rand(2, 3), torch.rand(4, 3, 3), torch.randn(4, 5, 6)
+    for op, args in ((nn.functional.bilinear, (x, x, weight)), (torch.fft.hfftn, (grid,))):
+        with mode(), torch.autocast("cpu", torch.bfloat16):
+            alone = op(*args)
+            with memory.watch():
+                seen = op(*args)
+        assert torch.equal(seen, alone)

@@ -31,8 +31,8 @@ def test_runs_are_warmed_up_then_interleaved(log):
     assert log[:2] == ["a", "b"], "the clock does not run during the warm-up"
 
 
-@pytest.mark.parametrize(("patience", "repeats"), [(0, 2), (1, 2), (9, 4), (math.inf, 10)])
-def test_patience_ends_the_repeats_but_not_before_two(log, patience, repeats):
+@pytest.mark.parametrize(("patience", "repeats"), [(0, 1), (3, 1), (4, 2), (9, 3), (math.inf, 10)])
+def test_patience_ends_the_repeats_but_not_before_one(log, patience, repeats):
     """Each look at this clock takes a second: two for a repeat, and one to see whether to go on."""
     taken = timing.compare({"a": lambda: None}, repeats=10, patience=patience)
     assert len(taken["a"].seconds) == len(taken["a"].cpu_seconds) == repeats
@@ -54,9 +54,9 @@ def test_cpu_time_counts_work_and_children_but_no_waiting(monkeypatch):
 
 def test_median_spread_and_ratio():
     a, b = timing.Timing((2.0, 4.0, 9.0)), timing.Timing((1.0, 2.0, 3.0))
-    assert (a.median, b.spread) == (4.0, 1.0)
+    assert a.median == 4.0
     assert timing.ratio(a, b) == (2.0, 0.5)
-    assert timing.Timing((1.0,)).spread == 0
+    assert timing.ratio(timing.Timing((3.0,)), timing.Timing((2.0,))) == (1.5, 0)
 
 
 def exact_bootstrap(values: list[float], share: float) -> float:
@@ -90,13 +90,14 @@ def test_the_interval_holds_the_median_as_often_as_it_says_and_never_changes():
     intervals = [timing.interval(sample, resamples=1000) for sample in samples]
     share = sum(low <= 1 <= high for low, high in intervals) / len(intervals)
     assert 0.9 <= share < 1
-    assert timing.interval(samples[0]) == timing.interval(samples[0])
+    again = {timing.interval(samples[0], resamples=20) for _ in range(9)}
+    assert len(again) == 1, "so few resamples differ from draw to draw unless they are seeded"
     assert timing.interval([2.0, 1.0, 4.0]) == (1.0, 4.0), "three values: their range"
 
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [(({},), "runs"), (({"a": print}, 0), "repeats = 0"), (({"a": print}, 1, -1), "warmup = -1")],
+    [(({"a": print}, 0), "repeats = 0"), (({"a": print}, 1, -1), "warmup = -1")],
 )
 def test_bad_arguments_are_named(arguments, word):
     with pytest.raises(ValueError, match=word):

@@ -8,7 +8,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from support import anatomy
 
 from amp_utils.course import ROOT, outline
-from amp_utils.course.notebook import START, lessons
+from amp_utils.course.notebook import PARTS, lessons
 
 NOTEBOOKS = ROOT / "notebooks"
 
@@ -86,9 +86,9 @@ def good(tmp_path):
     notebook = new_notebook(
         cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}}
     )
-    for name in (START, path.stem):  # the navigation links to the first lesson
+    for name in (*PARTS["Start"], path.stem):  # the navigation links to the first lesson
         nbformat.write(notebook, path.with_stem(name))
-    notebook.cells[-1].source = outline.navigation(path)
+    notebook.cells[-1].source = outline.generated("navigation", path.parent, lesson=path.stem)
     return notebook, path
 
 

@@ -30,6 +30,13 @@ note.with_suffix(".part").write_text(f"{{os.getpid()}} {{os.getppid()}}")
 note.with_suffix(".part").rename(note)
 time.sleep(600)
 """
+FAIL_ONCE_BOTH_ARE_THERE = """
+print("hello", flush=True)
+while note.name == "0":
+    if note.with_name("1").exists():
+        raise KeyError("lost")
+time.sleep(600)
+"""
 LISTENERS = """
 listening = set()
 mine = {os.stat(f"/proc/{pid}/fd/{fd}").st_ino for pid in (os.getpid(), os.getppid())
@@ -191,20 +198,34 @@ def temporary(tmp_path, monkeypatch):
 
 def test_a_rank_that_fails_ends_the_launch_with_its_reason(lesson, tmp_path, temporary, capsys):
     polite = WAIT.replace("signal.signal(", "(")
-    fail = polite.replace(
-        "time.sleep(600)",
-        'print("hello", flush=True)\nif note.name == "0": raise KeyError("lost")\n',
-    )
+    fail = polite.replace("time.sleep(600)", FAIL_ONCE_BOTH_ARE_THERE)
     with pytest.raises(RuntimeError, match="KeyError: 'lost'"):
-        lesson.launch(fail.format(folder=str(tmp_path)) + "time.sleep(600)", 2, 300)
+        lesson.launch(fail.format(folder=str(tmp_path)), 2, 300)
     assert ended(*processes(tmp_path)) and not list(temporary.iterdir())
     assert "hello" in capsys.readouterr().out
+
+
+ONE_RANK_FAILS = """
+import os, signal
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGSEGV)
+signal.pause()
+"""
 
 
 @pytest.mark.full
 def test_a_rank_that_is_killed_is_named_by_its_signal(lesson):
     with pytest.raises(RuntimeError, match=r"^Signal 11 \(SIGSEGV\)$"):
-        lesson.launch("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)", 2, 60)
+        lesson.launch(ONE_RANK_FAILS, 2, 60)
+
+
+def test_a_failed_rank_is_named_before_those_that_torchrun_ended(lesson):
+    for report in (
+        "Signal 15 (SIGTERM) … Signal 9 (SIGKILL)",
+        "Signal 9 (SIGKILL) … Signal 15 (SIGTERM)",
+    ):
+        assert lesson.last_words(report) == "Signal 9 (SIGKILL)"
+    assert lesson.last_words("Signal 15 (SIGTERM)") == "Signal 15 (SIGTERM)"
 
 
 @pytest.mark.full

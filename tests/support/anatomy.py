@@ -61,9 +61,9 @@ def tree(cell: NotebookNode) -> ast.Module:
 @rule
 def card_is_complete(nb, path):
     try:
-        card = outline.read_card(nb.cells[0].source)
-    except (ValueError, CourseError) as error:
-        return [f"Cell 0: {error}."]
+        card = outline.card(nb.cells, "Cell 0")
+    except CourseError as error:
+        return [str(error)]
     complaints = (
         [] if 3 <= len(card.learn) <= 5 else [f"Cell 0: {len(card.learn)} objectives; give 3 to 5."]
     )
@@ -171,7 +171,8 @@ def recap_answers_every_objective(nb, path):
 @rule
 def navigation_is_up_to_date(nb, path):
     last = nb.cells[-1]
-    if "navigation" not in tags(last) or last.source != outline.navigation(path):
+    navigation = outline.generated("navigation", path.parent, lesson=path.stem)
+    if "navigation" not in tags(last) or last.source != navigation:
         return [
             "The last cell is not the navigation, or is stale: "
             "run python -m amp_utils.course outline."

@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # also where this file is run as a scri
 from support.processes import wait_for  # noqa: E402
 
 PASSWORD = "only for this test"
-CONFIGURATION = ROOT / "amp_utils" / "course" / "jupyterhub_config.py"
+CONFIGURATION = ROOT / ".jupyterhub" / "jupyterhub_config.py"
 # What a trial adds: ports of its own, the proxy's place, and leave to run as root.
 EXTRA = """
 load_subconfig({configuration!r})
