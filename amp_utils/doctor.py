@@ -45,12 +45,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from amp_utils import formats, gradients, timing
-from amp_utils.lesson import Rule, choice, validate, whole
+from amp_utils.lesson import choice, validate, whole
 from amp_utils.watcher import NARROW, Log, Saved, Watcher
 
 CATALOGUE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text("utf-8"))
 MUCH = 0.01  # a share of lost values that is worth a word
-SAMPLE = 4096  # values of a tensor that are looked at
+SAMPLE = 2048  # values of a tensor that are looked at
 SHOWN = 8  # rows of a table that are printed; the JSON has all
 
 
@@ -127,8 +127,8 @@ def examine(
     """
     validate(
         {"step": step, "model": model, "steps": steps, "precision": precision},
-        step=Rule(callable, "a function that runs one training step"),
-        model=Rule(_has_parameters, "the nn.Module with parameters that the step trains"),
+        step=(callable, "a function that runs one training step"),
+        model=(_has_parameters, "the nn.Module with parameters that the step trains"),
         steps=whole(1),
         precision=choice("fp16", "bf16", None),
     )

@@ -25,10 +25,10 @@ from torch.amp.autocast_mode import autocast
 from torch.nn.modules import module as hooks
 from torch.optim import Optimizer, optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from amp_utils.modes import Transparent, tensors
 from amp_utils.scaler import LossScaler
 from amp_utils.timing import cpu_clock, synchronize
 
@@ -209,8 +209,7 @@ class Watcher:
                 hooks.register_module_forward_hook(self._module_ends, always_call=True),
             ):
                 stack.callback(handle.remove)
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(_Kernels(self))
+            stack.enter_context(_Kernels(self).block())
             self._stack = stack.pop_all()
         return self
 
@@ -307,10 +306,8 @@ class Watcher:
         self._during("watcher", self.on_values, name, "gradients", gradient)
 
 
-class _Kernels(TorchDispatchMode):
+class _Kernels(Transparent):
     """Below autocast: every kernel, and what the loop itself updates in place."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
@@ -327,25 +324,25 @@ class _Kernels(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, inside = kwargs or {}, self.watcher.inside[-1:]
         if not isinstance(func, torch._ops.OpOverload) or inside in (["scaler"], ["watcher"]):
-            return func(*args, **kwargs)
+            return self.run(func, types, args, kwargs)[0]
         packet = func.overloadpacket
         name = packet.__name__.removeprefix("_foreach_")
         if inside == ["optimizer"]:
-            return self._update("optimizer", name, func, args, kwargs)
+            return self._update("optimizer", name, func, types, args, kwargs)
         if not inside and not self.watcher.modules:
             if packet is aten._local_scalar_dense and args[0].is_floating_point():
                 self.log.reads += args[0].device == self.watcher.device
             if name in UPDATES | CLAMPS | NORMS:
-                return self._by_hand(name, func, args, kwargs)
+                return self._by_hand(name, func, types, args, kwargs)
         kind = {packet in flop_registry: "products", packet is aten._to_copy: "casts"}.get(True)
         if kind:
             synchronize(self.watcher.device)
         start = self.clock()
-        result = func(*args, **kwargs)
+        result, seen = self.run(func, types, args, kwargs)  # seen: it only called other kernels
         if kind:
             synchronize(self.watcher.device)
             self.log.seconds[-1][kind] += self.clock() - start
-        if floats((args, kwargs)) and not func.is_view:
+        if seen is None and floats((args, kwargs)) and not func.is_view:
             self._count(packet, func, args, kwargs, result)
         if packet in (aten.sin, aten.cos, aten.arange):
             values = result if packet is aten.arange else args[0]
@@ -388,29 +385,28 @@ class _Kernels(TorchDispatchMode):
                 sizes = [n for n in weight.shape[:2] if n > 4]
             row.flops += flops
             row.misaligned += flops * any(size % 8 for size in sizes)
-            # The largest; on a CPU, which may be slow in 16 bits, the one nearest to 10^8 FLOPs.
-            goal = 1e8 if self.watcher.device.type == "cpu" else 1e30
+            # The largest; on a CPU, which may be slow in 16 bits, the one nearest to 3·10^7 FLOPs.
+            goal = 3e7 if self.watcher.device.type == "cpu" else 1e30
             far = abs(math.log(flops / goal))
             if where[1] == "forward" and far < self.far:
                 shapes = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
                 self.far, self.log.sample = far, (flops, func, shapes)
 
-    def _by_hand(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    def _by_hand(self, name: str, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """The loop's own arithmetic: a clip, or an update in place such as a moving average's."""
-        tensors = [t for t in tree_leaves(args[0]) if isinstance(t, Tensor)]
         grads = {p.grad.data_ptr() for p in self.watcher.model.parameters() if p.grad is not None}
-        if not grads.isdisjoint(t.data_ptr() for t in tensors):
+        if not grads.isdisjoint(t.data_ptr() for t in tensors(args[:1])):
             # Multiplying a gradient is harmless by itself; after taking its norm it is a clip.
             if name in NORMS:
                 self.normed = len(self.log.events)
             elif name in CLAMPS or self.normed == len(self.log.events):
                 self.watcher.note("clip")
         elif name in UPDATES and not torch.is_grad_enabled():
-            self.watcher.saved.keep(tensors)
-            return self._update("the loop", name, func, args, kwargs)
-        return func(*args, **kwargs)
+            self.watcher.saved.keep(tensors(args[:1]))
+            return self._update("the loop", name, func, types, args, kwargs)
+        return self.run(func, types, args, kwargs)[0]
 
-    def _update(self, who: str, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    def _update(self, who: str, name: str, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Which values of 16-bit tensors stay where float32 would have moved them."""
         narrow = floats(args[:1])
         if (
@@ -418,12 +414,12 @@ class _Kernels(TorchDispatchMode):
             or {t.dtype for t in narrow} - set(NARROW)
             or not (name in UPDATES - {"copy_"} or name.startswith("_fused_"))
         ):
-            return func(*args, **kwargs)
+            return self.run(func, types, args, kwargs)[0]
         wide = tree_map_only(Tensor, lambda t: t.float() if t.dtype in NARROW else t.clone(), args)
         before = [t.float() for t in narrow]
         func(*wide, **kwargs)
-        result = func(*args, **kwargs)
-        for was, exact, now in zip(before, tree_leaves(wide[:1]), narrow, strict=True):
+        result, _ = self.run(func, types, args, kwargs)
+        for was, exact, now in zip(before, tensors(wide[:1]), narrow, strict=True):
             due = exact != was
             self.log.due[who, name, now.dtype] += int(due.sum())
             self.log.stayed[who, name, now.dtype] += int((due & (now == was)).sum())
@@ -432,7 +428,7 @@ class _Kernels(TorchDispatchMode):
 
 def floats(tree: Any) -> list[Tensor]:
     """The floating-point tensors anywhere in it."""
-    return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
+    return [t for t in tensors(tree) if t.is_floating_point()]
 
 
 def _family(cls: type) -> set[type]:

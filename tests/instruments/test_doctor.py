@@ -660,6 +660,21 @@ def test_training_goes_on_as_if_nothing_had_happened():
     assert losses[0] == losses[1]
 
 
+def test_watching_changes_no_result():
+    torch.manual_seed(0)
+    net, x, seen = nn.Bilinear(16, 16, 8), torch.randn(4, 16), []
+
+    def step():
+        with region(BF16):
+            output = net(x, x)
+        seen.append((output.dtype, output.double().sum().item()))
+        output.float().square().mean().backward()
+
+    step()
+    doctor.examine(step, net, steps=1)
+    assert seen[1] == seen[0] and seen[-1] != seen[0]  # the last is the run in float32
+
+
 def test_networks_and_averages_that_the_doctor_was_not_given_are_put_back():
     torch.manual_seed(0)
     net, critic = mlp(), nn.Sequential(nn.Linear(32, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
