@@ -84,6 +84,8 @@ def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list
             for index, cell in enumerate(client.nb.cells):
                 client.execute_cell(cell, index)
                 here = [claim for claim in claims if claim.cell in notebook.tags(cell)]
+                if not here:
+                    continue
                 wanted = {claim.id: EVALUATE.format(claim.measure) for claim in here}
                 request = client.kc.execute("", silent=True, user_expressions=wanted)
                 replies = client.wait_for_reply(request)["content"]["user_expressions"]
