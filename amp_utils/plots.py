@@ -6,7 +6,7 @@ Line styles and hatches tell things apart in black and white; `alt` says in word
 import base64
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import matplotlib.pyplot as plt
@@ -76,16 +76,27 @@ def _label_ends(axes: Axes) -> None:
     for line in sorted(axes.lines, key=end):
         above -= 1
         y = min(max(y + apart, end(line)), 0.95 - apart * above)
-        look = {"color": line.get_color(), "linestyle": line.get_linestyle()}
+        look = {key: getattr(line, f"get_{key}")() for key in ("color", "linestyle", "marker")}
         sample = Line2D([1.02, 1.09], [y, y], transform=axes.transAxes, clip_on=False, **look)
         axes.add_artist(sample)
         axes.text(1.11, y, line.get_label(), va="center", transform=axes.transAxes)
 
 
 def curves(
-    series: Series, *, title: str, xlabel: str, ylabel: str, alt: str, log: bool = True
+    series: Series,
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    alt: str,
+    log: bool = True,
+    x: Sequence[float] | None = None,
+    dots: Collection[str] = (),
 ) -> None:
-    """Plot each series against the step number, labelled at its end; a gap is inf or NaN."""
+    """Plot each series against `x`, or the step number, labelled at its end; a gap is inf or NaN.
+
+    The series named in `dots` are drawn as separate points.
+    """
     with _drawing(alt, (7, 3.2)) as axes:
         formats = [COLORS.get(label.split()[0]) for label in series]
         free = [color for color in CYCLE if color not in formats]
@@ -93,7 +104,9 @@ def curves(
             color = free.pop(0) if formats[i] in (None, *formats[:i]) else formats[i]
             values = [value if math.isfinite(value) else math.nan for value in values]
             look = {"color": color, "linestyle": LINES[i % len(LINES)], "label": label}
-            axes.plot(range(1, len(values) + 1), values, **look)
+            if label in dots:
+                look |= {"linestyle": "", "marker": ".", "zorder": 1}
+            axes.plot(x or range(1, len(values) + 1), values, **look)
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel, yscale="log" if log else "linear")
         _label_ends(axes)
 

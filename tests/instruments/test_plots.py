@@ -47,6 +47,16 @@ def test_curves_hold_the_values_and_leave_gaps_for_infinities(drawn):
     )
 
 
+def test_curves_stand_at_their_x_and_what_is_in_dots_is_not_joined(drawn):
+    data = {"seen": [5.0, 7.0], "fitted": [6.0, 6.0]}
+    words = {"title": "t", "xlabel": "x", "ylabel": "y", "alt": "a", "log": False}
+    plots.curves(data, x=[-10.0, 10.0], dots=["seen"], **words)
+    seen, fitted = drawn[0][0].axes[0].lines[:2]
+    assert list(seen.get_xdata()) == list(fitted.get_xdata()) == [-10, 10]
+    assert (seen.get_linestyle(), seen.get_marker()) == ("None", ".")
+    assert fitted.get_linestyle() != "None" and fitted.get_marker() == "None"
+
+
 def test_each_curve_is_named_in_the_margin_where_it_ends_and_no_two_names_overlap(drawn):
     falling, rising = [1.0, 0.5, 0.01], [0.01, 0.5, 1.0]
     ends = {"fp32": falling, "bf16": falling, "up": rising, "high": [1.0], "gone": [math.nan]}
