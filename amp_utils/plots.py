@@ -181,20 +181,24 @@ def range_bars(formats: Sequence[Format], *, title: str, alt: str) -> None:
             axes.barh(-y, high - normal, left=normal, color=BLUE, height=0.6)
             axes.barh(-y, normal - low, left=low, height=0.6, **pale)
             axes.text(low - 2, -y, f"2^{low:.0f}", ha="right", va="center", fontsize=9)
-            axes.text(high + 2, -y, f"{fmt.max:.4g}", ha="left", va="center", fontsize=9)
+            axes.text(high + 2, -y, f"{fmt.max:.5g}", ha="left", va="center", fontsize=9)
         axes.set_yticks(range(0, -len(formats), -1), [fmt.name for fmt in formats])
-        axes.set(title=title, xlabel="power of two (hatched: subnormal)", xlim=(-190, 172))
+        axes.set(title=title, xlabel="power of two (hatched: subnormal)", xlim=(-190, 180))
 
 
-def spacing(formats: Sequence[Format], *, title: str, alt: str) -> None:
-    """Distance to the next number against the number itself, both as powers of two."""
-    with _drawing(alt, (7, 3.4)) as axes:
-        for i, fmt in enumerate(formats):
-            exponents = [e / 4 for e in range(-120, 80) if 2.0 ** (e / 4) <= fmt.max]
-            steps = [math.log2(fmt.ulp(2.0**e)) for e in exponents]
-            axes.plot(exponents, steps, color=CYCLE[i % 6], linestyle=LINES[i % 6], label=fmt.name)
-        axes.set(title=title, xlabel="the number: power of two", ylabel="its spacing: power of two")
-        _label_ends(axes)
+def number_line(
+    rows: Mapping[str, Sequence[float]], *, ticks: Sequence[float], title: str, alt: str
+) -> None:
+    """The numbers of each row as strokes on a common line, with an axis that names only `ticks`."""
+    with _drawing(alt, (7.6, 0.42 * len(rows) + 0.9)) as axes:
+        for y, (label, numbers) in enumerate(rows.items()):
+            axes.plot(ticks[:: len(ticks) - 1], [-y, -y], color="#999999", linewidth=0.8)
+            axes.vlines(numbers, -y - 0.3, -y + 0.3, color=COLORS.get(label, BLACK), linewidth=1.4)
+        axes.set_yticks(range(0, -len(rows), -1), list(rows))
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.tick_params(left=False)
+        axes.spines["left"].set_visible(False)
+        axes.set(title=title, ylim=(0.5 - len(rows), 0.6))
 
 
 def dtype_strip(steps: Sequence[tuple[str, str, str, bool]], *, title: str, alt: str) -> None:

@@ -103,11 +103,12 @@ def test_range_bars_end_at_the_largest_value(drawn):
     assert subnormal.get_x() == -24
 
 
-def test_spacing_is_the_ulp(drawn):
-    plots.spacing([FP16], title="t", alt="a")
-    line = drawn[0][0].axes[0].lines[0]
-    for exponent, step in zip(line.get_xdata(), line.get_ydata(), strict=True):
-        assert step == max(math.floor(exponent), -14) - 10
+def test_the_number_line_has_a_stroke_for_each_number(drawn):
+    plots.number_line({"a": [1, 2.5], "b": [4]}, ticks=[1, 2, 4], title="t", alt="a")
+    axes = drawn[0][0].axes[0]
+    strokes = [[segment[0, 0] for segment in row.get_segments()] for row in axes.collections]
+    assert strokes == [[1, 2.5], [4]]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["1", "2", "4"]
 
 
 def test_the_strip_names_each_op_and_its_dtype(drawn):
