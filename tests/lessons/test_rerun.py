@@ -13,7 +13,7 @@ from amp_utils.course.notebook import lessons, read
 LESSONS = {path.stem: path for path in lessons(ROOT / "notebooks")}
 QUICK = "00_start_here"  # make test runs this one again, make test-all every lesson
 OTHER = {  # one parameter that is not the default, and smaller where that saves time
-    "00_start_here": {"seed": 1},
+    "00_start_here": {"steps": 20, "seed": 1},
     "01_float_formats": {"value": -3.5, "terms": 5000, "seed": 2},
     "02_numerical_stability": {"steps": 40, "seed": 1},
     "03_autocast_dtypes": {"precision": "fp16", "steps": 2},
