@@ -57,7 +57,7 @@ def predict(guess: Any, answer: Any, within: float = 0) -> None:
     """Compare a prediction with the measured answer, which stays hidden while there is no guess.
 
     None is no guess, and `...` (Ellipsis) asks for the answer. Words count in any case, a dtype by
-    its name; numbers may differ by `within`.
+    its name; numbers may differ by `within`, a list's one by one.
     """
     if guess is None:
         print("✎ make your guess first: put it in place of None above (or ... to see the answer)")
@@ -74,6 +74,9 @@ def predict(guess: Any, answer: Any, within: float = 0) -> None:
 
 
 def _agree(guess: Any, answer: Any, within: float) -> bool:
+    if isinstance(guess, list | tuple) and isinstance(answer, list | tuple):
+        pairs = zip(guess, answer, strict=False)
+        return len(guess) == len(answer) and all(_agree(a, b, within) for a, b in pairs)
     if isinstance(guess, int | float) and isinstance(answer, int | float):
         return guess == answer or abs(guess - answer) <= within
     names = [str(value).strip().lower().removeprefix("torch.") for value in (guess, answer)]
