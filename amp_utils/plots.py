@@ -138,6 +138,10 @@ def exponent_histogram(
                 axis.bar(exponent + 0.5, count, width=0.9, **(lost if exponent < floor else kept))
             axis.axvline(floor, color=RED, linestyle="--")
             axis.axvline(limit, color="#666666", linestyle=":")
+            axis.margins(y=0.25)
+            words = {"transform": axis.get_xaxis_transform(), "va": "top", "fontsize": 8}
+            axis.text(floor - 0.2, 0.98, "rounds to zero ←", ha="right", color=RED, **words)
+            axis.text(limit + 0.2, 0.98, "→ all digits", color="#444444", **words)
             axis.set_ylabel("values")
             axis.text(0.01, 0.9, label, transform=axis.transAxes, va="top", fontweight="bold")
         exponents = [floor, *(e for histogram in panels.values() for e in histogram)]
@@ -210,19 +214,39 @@ def dtype_strip(steps: Sequence[tuple[str, str, str, bool]], *, title: str, alt:
         axes.set(title=title, xlim=(0, 8), ylim=(-len(steps) + 0.4, 0.7), **BARE)
 
 
-def scale_history(scales: list[float], skipped: list[bool], *, title: str, alt: str) -> None:
-    """The loss scale used at each step, on a power-of-two axis; a cross marks a skipped step."""
-    with _drawing(alt, (7, 2.8)) as axes:
-        steps = range(1, len(scales) + 1)
-        axes.step(steps, scales, where="mid", color=BLACK)
+def scale_history(
+    scales: Sequence[float],
+    skipped: Sequence[bool],
+    errors: Series | None = None,
+    *,
+    title: str,
+    alt: str,
+) -> None:
+    """The loss scale used at each step, on a power-of-two axis; a cross marks a skipped step.
+
+    Beneath it, on the same steps, the `errors` of the runs that are given.
+    """
+    panels = 1 + bool(errors)
+    with _drawing(alt, (7, 2.6 * panels), panels, sharex=True, squeeze=False) as axes:
+        above, steps = axes[0, 0], range(1, len(scales) + 1)
+        above.step(steps, scales, where="mid", color=BLACK, label="loss scale")
         marks = [mark for *mark, skip in zip(steps, scales, skipped, strict=True) if skip]
         if marks:
-            cross = {"marker": "X", "color": RED, "markersize": 9, "linestyle": ""}
-            axes.plot(*zip(*marks, strict=True), label="skipped: inf or NaN", **cross)
-            axes.legend(**BESIDE)
+            cross = {"marker": "X", "color": RED, "markersize": 7, "linestyle": ""}
+            above.plot(*zip(*marks, strict=True), **cross)
+            note = {"xytext": (9, -6), "textcoords": "offset points", "va": "top", "color": RED}
+            note["bbox"] = {"color": "white", "alpha": 0.8, "pad": 1}
+            above.annotate("skipped: inf or NaN", marks[0], **note)
         if any(scale > 0 for scale in scales):
-            axes.set_yscale("log", base=2)
-        axes.set(title=title, xlabel="step", ylabel="loss scale")
+            above.set_yscale("log", base=2)
+        above.set(title=title, ylabel="loss scale")
+        for i, (label, values) in enumerate((errors or {}).items()):
+            look = {"color": CYCLE[i % 6], "linestyle": LINES[i % 6], "label": label}
+            axes[1, 0].plot(range(1, len(values) + 1), values, **look)
+        if errors:
+            axes[1, 0].set(ylabel="error", yscale="log")
+            _label_ends(axes[1, 0])
+        axes[-1, 0].set_xlabel("step")
 
 
 def stacked_bars(
