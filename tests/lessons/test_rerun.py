@@ -15,9 +15,9 @@ QUICK = "00_start_here"  # make test runs this one again, make test-all every le
 OTHER = {  # one parameter that is not the default, and smaller where that saves time
     "00_start_here": {"steps": 20, "seed": 1},
     "01_float_formats": {"value": -3.5, "terms": 5000, "seed": 2},
-    "02_numerical_stability": {"steps": 40, "seed": 1},
+    "02_numerical_stability": {"seed": 1},
     "03_autocast_dtypes": {"precision": "fp16", "steps": 2, "seed": 1},
-    "04_custom_autograd_functions": {"precision": "fp16", "steps": 5, "seed": 1},
+    "04_custom_autograd_functions": {"precision": "fp16", "seed": 1},
     "05_gradient_underflow": {"unit": 1.0, "seeds": 1, "steps": 20},
     "06_grad_scaler": {"steps": 12, "init_scale": 2.0, "growth_interval": 3, "overflow_step": 5},
     "07_unscaled_clipping": {"max_norm": 1.0, "steps": 5, "seed": 3},
@@ -25,7 +25,7 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "09_multiple_optimizers": {"steps": 8, "seed": 1},
     "10_amp_recipe": {"precision": "bf16", "batch": 32, "width": 64, "repeats": 1, "seed": 1},
     "11_checkpoint_and_inference": {"precision": "bf16", "steps": 3, "seed": 1},
-    "12_checkerboard_cnn": {"precision": "bf16", "steps": 20},
+    "12_checkerboard_cnn": {"precision": "bf16", "steps": 20, "seeds": 2, "squares": 2},
     "A1_tensors_and_autograd": {"seeds": 1, "steps": 1500, "seed": 4},
     "A2_modules": {"noise": 0.8, "steps": 6000, "seed": 1},
     "A3_broadcasting": {"steps": 200, "batch": 2, "length": 16, "seed": 3},
@@ -63,9 +63,9 @@ def test_a_lesson_runs_with_another_parameter(name, tmp_path):
 
 @pytest.mark.full
 def test_a_parameter_reaches_the_results(tmp_path):
-    parameters = {"precision": "bf16", "steps": 3, "size": 16, "width": 8}
+    parameters = {"precision": "bf16", "steps": 3, "size": 16, "width": 8, "seeds": 2}
     results = lesson.recorded(rerun("12_checkerboard_cnn", tmp_path, parameters))
-    assert list(results["pixel_accuracy"]) == ["bf16"]
+    assert sorted(results["pixel_accuracy"]) == ["bf16", "fp32"]
     assert 0 <= results["pixel_accuracy"]["bf16"] <= 1
 
 
