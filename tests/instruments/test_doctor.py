@@ -327,7 +327,7 @@ FAULTS = [
     ("step past the scaler", "AdamW", "step_twice", {}, *AMP),
     (
         "scheduler on a skipped step",
-        "StepLR",
+        "the scheduler of AdamW",
         "scheduler_on_a_skip",
         {},
         "scheduler_after_a_look",
