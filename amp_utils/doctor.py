@@ -154,21 +154,24 @@ def examine(
     finally:
         saved.restore()
 
-    ops: defaultdict[torch.dtype, Counter[str]] = defaultdict(Counter)
+    ops = {dtype: Counter() for dtype in [*NARROW, *(key[-1] for key in seen.ops)]}
     for (*_, dtype), op in seen.ops.items():
         ops[dtype].update(op)
-    everything, small = sum(ops.values(), Counter()), sum(map(ops.__getitem__, NARROW), Counter())
-    most, pure = max(NARROW, key=lambda dtype: ops[dtype]["flops"]), weights in NARROW
-    narrow = formats.of(most).name if small["flops"] else ""
-    kind = formats.of(precision or narrow or "bf16")
-    report = Report("pure " * pure + (not pure and narrow or formats.of(weights).name))
+    everything, small = sum(ops.values(), Counter()), ops[torch.float16] + ops[torch.bfloat16]
+    used = max(NARROW, key=lambda dtype: ops[dtype]["flops"])
+    narrow, pure = formats.of(used).name if small["flops"] else "", weights in NARROW
+    own, times, kind = (
+        formats.of(weights).name,
+        len(seen.seconds),
+        formats.of(precision or narrow or "bf16"),
+    )
+    report = Report(f"pure {own}" if pure else narrow or own)
     report.map, report.ranges, report.scale = _map(seen), values.rows(), values.scale()
     report.updates = [
         {"by": by, "op": op, "dtype": str(dtype)[6:], "due": n["due"], "stay": n["stay"] / n["due"]}
         for (by, op, dtype), n in seen.updates.items()
         if n["due"]
     ]
-    times = len(seen.seconds)
     report.summary = {
         "share of FLOPs in 16 bits": small["flops"] / max(1, everything["flops"]),
         "of them in sizes not multiples of 8": small["misaligned"] / max(1, small["flops"]),
@@ -179,20 +182,45 @@ def examine(
     judged = bool(narrow) and everything["flops"] >= WORTH * times
     if isinstance(plain, timing.Timing) and seen.sample:
         report.speed = _speed(seen, plain, kind, bool(narrow), judged)
-    facts = vars(seen) | vars(report) | report.speed
-    facts |= {"narrow": narrow, "pure": pure, "asked": precision, "judged": judged and report.speed}
-    facts |= {"finished": error is None}
-    facts |= {"off": scaler is not None and not scaler.is_enabled(), "wild32": wide.wild}
-    facts |= {"optimizers": _optimizers(seen, model, given), "angles": seen.angles.values()}
-    facts |= {"lost": report.scale.get("gradients lost by fp16 unscaled", math.nan)}
-    facts |= {"allowed": report.scale.get("largest scale without inf", math.nan)}
-    report.findings = _findings(facts, error, error32)
-    report.advice = _advice(report, kind)
+    top = max((row["largest"] for row in report.ranges if row["kind"] == "activations"), default=0)
+    bf16 = max((row["bf16 loses"] + row["bf16 overflows"] for row in report.ranges), default=0)
+    lost, needed, allowed = report.scale.values() or (math.nan, 1.0, math.nan)
+    facts = (
+        vars(seen)
+        | vars(report)
+        | report.speed
+        | {
+            "narrow": narrow,
+            "pure": own * pure,
+            "format": kind.name,
+            "asked": precision,
+            "judged": judged and report.speed,
+            "gains": not report.speed or report.speed["high"] >= 1.1,
+            "finished": error is None,
+            "off": scaler is not None and not scaler.is_enabled(),
+            "wild32": wide.wild,
+            "angles": seen.angles.values(),
+            "optimizers": _optimizers(seen, model, given),
+            "lost": lost,
+            "needed": needed,
+            "allowed": allowed,
+            "fits": top <= formats.FP16.max and not needed > allowed,
+            "largest": top,
+            "bf16_loses": bf16,
+        }
+    )
+    report.findings, report.advice = _findings(facts, error, error32), _advice(facts)
     return report
 
 
 def _has_parameters(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(True for _ in model.parameters())
+
+
+def _advice(facts: dict[str, Any]) -> str:
+    """Which precision, and the measured reasons, in the catalogue's words."""
+    what, *why = [rule["say"].format(**facts) for rule in ADVICE if eval(rule["when"], facts)]
+    return f"{what}: {'; '.join(why)}."
 
 
 def _findings(
@@ -361,26 +389,6 @@ def _race(
         wide, narrow = timing.Timing(wide.cpu_seconds), timing.Timing(narrow.cpu_seconds)
     faster, spread = timing.ratio(wide, narrow)
     return faster, spread / 2
-
-
-def _advice(report: Report, kind: formats.Format) -> str:
-    """Which precision, and the measured reasons, in the catalogue's words."""
-    if report.precision.startswith("pure"):
-        return ADVICE["pure"].format(report.precision[5:])
-    if not report.ranges:
-        return ADVICE["unknown"]
-    activations = [row["largest"] for row in report.ranges if row["kind"] == "activations"]
-    top, speed = max(activations, default=0.0), report.speed
-    needed, most = [1.0, math.inf, *report.scale.values()][-2:]
-    lost = max(row["bf16 loses"] + row["bf16 overflows"] for row in report.ranges)
-    ill = "overflow" if top > formats.FP16.max else "torn" if needed > most else ""
-    pick = "fp16 with a scaler" if kind is formats.FP16 and not ill else "bf16 without a scaler"
-    reasons = ["speed"] * bool(speed) + [ill or "fits"]
-    if speed and speed["high"] < 1.1:
-        pick = "TF32, which is on" if speed["tf32"] else "float32"
-        reasons.append("no gain")
-    facts = {"top": top, "needed": needed, "most": most, "lost": lost, "name": kind.name} | speed
-    return f"{pick}: {'; '.join(ADVICE[reason] for reason in reasons)}.".format(**facts)
 
 
 def _shown(value: Any) -> str:
