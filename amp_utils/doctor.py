@@ -262,20 +262,23 @@ def _times(trace: str, pattern: str) -> int:
 
 
 def _optimizers(seen: Watcher, model: nn.Module, given: list[Optimizer]) -> list[dict[str, Any]]:
-    """A row per optimizer: what it holds, and what happened to it."""
-    own, rows = {id(p) for p in model.parameters()}, []
-    for optimizer in dict.fromkeys(
-        [*given, *(o for _, o in seen.trace if isinstance(o, Optimizer))]
-    ):
-        held = {id(p): p.dtype for group in optimizer.param_groups for p in group["params"]}
-        eps = optimizer.defaults.get("eps") or math.inf
+    """A row per optimizer: what it holds, and what happened to that."""
+    rows, own = [], {id(p) for p in model.parameters()}
+    steppers = [who for _, who in seen.trace if isinstance(who, Optimizer)]
+    for optimizer in dict.fromkeys([*given, *steppers]):
+        held, eps = _weights(optimizer), optimizer.defaults.get("eps") or math.inf
         dead = [d for d in {*held.values()} & {*NARROW} if torch.tensor(eps).to(d) == 0]
-        its = {id(None): 0, id(optimizer): 0} | held  # to whom its events happened
-        trace = [x for x, who in seen.trace if id(getattr(who, "optimizer", who)) in its]
+        trace = [x for x, who in seen.trace if who is None or _weights(who).keys() & held.keys()]
         row = {"optimizer": type(optimizer).__name__, "trace": "".join(trace), "eps": eps}
         row |= {"dead": formats.of(dead[0]).name if dead else "", "foreign": own.isdisjoint(held)}
         rows.append(row | {"steps": not {*"SoO"}.isdisjoint(trace)})
     return rows
+
+
+def _weights(who: Any) -> dict[int, torch.dtype]:
+    """The dtypes of an optimizer's weights, of those of a scheduler's optimizer, of a weight."""
+    groups = getattr(getattr(who, "optimizer", who), "param_groups", [{"params": [who]}])
+    return {id(p): p.dtype for group in groups for p in group["params"]}
 
 
 def _map(seen: Watcher) -> list[dict[str, Any]]:
@@ -296,10 +299,10 @@ class _Values:
 
     def look(self, module: str, kind: str, tensor: Tensor) -> None:
         """Take in a tensor."""
-        key, values = (module or "model", kind), tensor.detach().flatten()
+        key, values = (module or "model", kind), tensor.detach().to_dense().flatten()
         if len(values):
             self.samples[key].append(values[:: -(-len(values) // SAMPLE)].clone())
-            largest = values.abs().nan_to_num(math.inf).max().item()
+            largest = values.abs().nan_to_num(math.inf, math.inf).max().item()
             self.largest[key] = max(self.largest[key], largest)
 
     def rows(self) -> list[dict[str, Any]]:

@@ -111,7 +111,7 @@ class Watcher(Transparent):
 
     With `on_values` autocast stays off and scalers do nothing, so that the same step shows its true
     numbers: `on_values(module, kind, tensor)` gets the outputs of modules without children, their
-    gradients, and the weights' gradients when an optimizer steps.
+    gradients, and the weights' gradients, all of them as the backward pass makes them.
     """
 
     def __init__(
@@ -136,11 +136,13 @@ class Watcher(Transparent):
         self.modules: list[str] = []
         self.owners: dict[int, str] = {}  # module by the autograd node's sequence number
         self.cast: set[tuple] = set()  # weights that this region has cast
+        self.hooked: set[int] = set()  # weights whose gradients are looked at
         self.depth, self.normed, self.far, self.overhead = 0, -1, math.inf, 0.0
 
     def watch(self, step: Callable[[], Any], times: int) -> Exception | None:
         """Run a training step so many times; what it raised."""
-        with ExitStack() as stack:
+        with ExitStack() as self.stack:
+            stack = self.stack
             replace = partial(_replace, stack)
             replace(autocast, "__enter__", self._enter)
             replace(autocast, "__exit__", self._exit)
@@ -234,10 +236,6 @@ class Watcher(Transparent):
         self._keep(optimizer)
         if not getattr(optimizer, "found_inf", 0):  # a fused optimizer skips by itself
             self.trace.append(("Oo"["scaler" in self.inside], optimizer))
-        for p in [p for group in optimizer.param_groups for p in group["params"]]:
-            if self.on_values and p.grad is not None and not p.grad.is_sparse:
-                module = self.weights.get(p.data_ptr(), "other weights")
-                self.on_values(module, "weight gradients", p.grad)
         self.inside.append("optimizer")
 
     def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -248,28 +246,33 @@ class Watcher(Transparent):
             cached = torch.is_autocast_cache_enabled()
             on = torch.is_autocast_enabled(self.device.type) and cached
             self.trace.append(("fF"[on], None))
+            for p in module.parameters() if self.on_values else ():
+                if p.requires_grad and id(p) not in self.hooked:
+                    name = self.weights.get(p.data_ptr(), "other weights")
+                    hook = p.register_hook(partial(self._value, name, "weight gradients"))
+                    self.stack.callback(hook.remove)
+                    self.hooked.add(id(p))
         if id(module) not in self.names:
             self._keep(module)
             self.names[id(module)] = type(module).__name__
         self.modules.append(self.names[id(module)])
 
     def _module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        made, name = floats(output), self.modules[-1]
+        made, name = floats(output), self.modules.pop()
         with self._during("watcher"):
             if not all(t.isfinite().all() for t in made):
                 given = all(t.isfinite().all() for t in floats(args))
                 self.bad_inputs += not given and module is self.model
                 self.wild += [name] * given
-            if self.on_values and "backward" not in self.inside and not any(module.children()):
-                for tensor in made:
-                    self.on_values(name, "activations", tensor)
-                    if tensor.requires_grad:
-                        tensor.register_hook(partial(self._gradient, name))
-        self.modules.pop()
+        if self.on_values and "backward" not in self.inside and not any(module.children()):
+            for tensor in made:
+                self._value(name, "activations", tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._value, name, "gradients"))
 
-    def _gradient(self, name: str, gradient: Tensor) -> None:
+    def _value(self, name: str, kind: str, tensor: Tensor) -> None:
         with self._during("watcher"):
-            self.on_values(name, "gradients", gradient)
+            self.on_values(name, kind, tensor)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

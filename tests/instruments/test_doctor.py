@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import inspect
+import itertools
 import json
 import math
 import random
@@ -921,34 +923,67 @@ def test_two_ranks_get_no_finding(tmp_path):
     assert run.returncode == 0 and run.stdout.count("healthy") == 2, run.stderr
 
 
-def lesson(number, **names):
-    module = notebook.load(number, device=torch.device("cpu"), seed=0, **names)
-    for name, value in names.items():
-        setattr(module, name, value)
-    return module
+def lesson(number, names):
+    """A lesson up to the cell that defines one of these functions, run with few steps."""
+    (path,) = notebook.choose([number], notebook.ROOT / "notebooks")
+    space = {"__name__": path.stem}
+    for cell in notebook.cells(path):
+        if cell.is_code:
+            exec(compile(cell.source, path.name, "exec"), space)
+            if "parameters" in cell.tags:
+                few = {"device": "cpu", "steps": 2, "epochs": 1}
+                space |= {name: value for name, value in few.items() if name in space}
+        for name in names if cell.is_code and "exercise" not in cell.tags else ():
+            if f"def {name}(" in cell.source:
+                return space, space[name]
+    raise AssertionError(f"lesson {number} defines none of {names}")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("which", ["05", "07", "08", "08 penalty", "08 bites", "10", "12"])
-def test_the_courses_own_loops_get_no_error(which):
-    torch.manual_seed(0)
-    x, net = torch.randn(64, 2), nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
-    wave = torch.sin(3 * x[:, :1])
-    optimizer = SGD(net.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    names = {"xy": x, "wave": wave, "target": wave, "steps": 2, "epochs": 1, "lr": 1e-3}
-    names |= {"new_skin": lambda seed: net, "new_net": lambda: net, "unit": 1e-3}
-    names |= {"mse_loss": F.mse_loss, "penalty_weight": 0.1}
-    names |= {"new_scaler": lambda **_: scaler, "on_gpu": False}
-    module = lesson(which[:2], **names)
-    steps = {
-        "05": lambda: module.train(FP16, 1024.0, 0),
-        "07": lambda: module.train(1.0, "unscaled"),
-        "08": lambda: module.train(4, FP16),
-        "08 penalty": lambda: module.train_penalty(FP16),
-        "08 bites": lambda: module.accumulated_step(net, optimizer, scaler, [(x, wave)] * 2),
-        "10": lambda: module.train("fp16", net, optimizer, scaler, [(x, wave)]),
-        "12": lambda: module.amp_step(net, optimizer, scaler, x, wave),
-    }
-    report = doctor.examine(steps[which], net)
+@pytest.mark.parametrize(
+    ("number", "names"),
+    [
+        *((number, {"train"}) for number in "05 06 07 08 09 10 11 13".split()),
+        ("08", {"train_penalty"}),
+        ("08", {"accumulated_step"}),
+        ("12", {"train", "paint"}),
+        ("12", {"amp_step", "train_mine"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(sorted(value)),
+)
+def test_the_courses_own_loops_get_no_error(number, names, monkeypatch):
+    space, train = lesson(number, names)
+    x, nets, turn = torch.randn(64, 2), [], iter(())
+    sequential = nn.Sequential
+
+    def again(*layers):
+        """The doctor wants one network, also where a loop builds its own in each call."""
+        index = next(turn)
+        if index == len(nets):
+            nets.append(sequential(*layers))
+        return nets[index]
+
+    monkeypatch.setattr(nn, "Sequential", again)
+
+    def step():
+        nonlocal turn
+        turn = itertools.count()
+        known = {"dtype": FP16, "precision": "fp16", "loss_scale": 65536.0, "max_norm": 1.0}
+        known |= {"clip": "unscaled", "pieces": 4, "steps": 2, "until": 2, "seed": 0}
+        known |= {"rank": 0, "ranks": 1, "device": torch.device("cpu")}
+        wanted = inspect.signature(train).parameters
+        if "run" in wanted:
+            known["run"] = space["new_run"]("fp16", 0)
+        if "scaler" in wanted:
+            known["scaler"] = torch.amp.GradScaler("cpu", init_scale=256.0)
+        if "net" in wanted:
+            net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
+            wave = torch.sin(3 * x[:, :1])
+            known |= {"net": net, "optimizer": SGD(net.parameters(), lr=0.1)}
+            known |= {"data": [(x, wave)], "bites": [(x, wave)] * 2, "inputs": x, "targets": wave}
+        train(**{n: known[n] for n, p in wanted.items() if p.default is p.empty})
+
+    step()
+    report = doctor.examine(step, nn.ModuleList(nets))
     assert not [f for f in report.findings if f.severity == "error"], str(report)
+    assert report.precision == "fp16"
