@@ -34,7 +34,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
@@ -54,6 +53,7 @@ from amp_utils.watcher import NARROW, Saved, Watcher
 CATALOGUE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text("utf-8"))
 ADVICE = CATALOGUE.pop("advice")
 SEVERITIES = ("error", "warning", "note")
+COLUMNS = ("calls", "flops", "misaligned", "nbytes", "repeats")  # of the map
 SAMPLE = 2048  # values of a tensor that are looked at
 SHOWN = 8  # rows of a table that are printed; the JSON has all
 WORTH = 1e8  # FLOPs of a step whose speed is worth a finding
@@ -159,12 +159,8 @@ def examine(
         ops[dtype].update(op)
     everything, small = sum(ops.values(), Counter()), ops[torch.float16] + ops[torch.bfloat16]
     used = max(NARROW, key=lambda dtype: ops[dtype]["flops"])
-    narrow, pure = formats.of(used).name if small["flops"] else "", weights in NARROW
-    own, times, kind = (
-        formats.of(weights).name,
-        len(seen.seconds),
-        formats.of(precision or narrow or "bf16"),
-    )
+    own, narrow = formats.of(weights).name, formats.of(used).name if small["flops"] else ""
+    pure, kind = own if weights in NARROW else "", formats.of(precision or narrow or "bf16")
     report = Report(f"pure {own}" if pure else narrow or own)
     report.map, report.ranges, report.scale = _map(seen), values.rows(), values.scale()
     report.updates = [
@@ -172,6 +168,7 @@ def examine(
         for (by, op, dtype), n in seen.updates.items()
         if n["due"]
     ]
+    times = len(seen.seconds)
     report.summary = {
         "share of FLOPs in 16 bits": small["flops"] / max(1, everything["flops"]),
         "of them in sizes not multiples of 8": small["misaligned"] / max(1, small["flops"]),
@@ -182,33 +179,17 @@ def examine(
     judged = bool(narrow) and everything["flops"] >= WORTH * times
     if isinstance(plain, timing.Timing) and seen.sample:
         report.speed = _speed(seen, plain, kind, bool(narrow), judged)
+
     top = max((row["largest"] for row in report.ranges if row["kind"] == "activations"), default=0)
     bf16 = max((row["bf16 loses"] + row["bf16 overflows"] for row in report.ranges), default=0)
     lost, needed, allowed = report.scale.values() or (math.nan, 1.0, math.nan)
-    facts = (
-        vars(seen)
-        | vars(report)
-        | report.speed
-        | {
-            "narrow": narrow,
-            "pure": own * pure,
-            "format": kind.name,
-            "asked": precision,
-            "judged": judged and report.speed,
-            "gains": not report.speed or report.speed["high"] >= 1.1,
-            "finished": error is None,
-            "off": scaler is not None and not scaler.is_enabled(),
-            "wild32": wide.wild,
-            "angles": seen.angles.values(),
-            "optimizers": _optimizers(seen, model, given),
-            "lost": lost,
-            "needed": needed,
-            "allowed": allowed,
-            "fits": top <= formats.FP16.max and not needed > allowed,
-            "largest": top,
-            "bf16_loses": bf16,
-        }
-    )
+    facts = vars(seen) | vars(report) | report.speed
+    facts |= {"narrow": narrow, "pure": pure, "format": kind.name, "asked": precision}
+    facts |= {"lost": lost, "needed": needed, "allowed": allowed, "largest": top}
+    facts |= {"fits": top <= formats.FP16.max and not needed > allowed, "bf16_loses": bf16}
+    facts |= {"gains": report.speed.get("high", 2) >= 1.1, "judged": judged and report.speed}
+    facts |= {"off": scaler is not None and not scaler.is_enabled(), "wild32": wide.wild}
+    facts |= {"optimizers": _optimizers(seen, model, given), "angles": seen.angles.values()}
     report.findings, report.advice = _findings(facts, error, error32), _advice(facts)
     return report
 
@@ -228,11 +209,9 @@ def _findings(
 ) -> list[Finding]:
     """What of the catalogue is the case, once in each place, the worst first."""
     found: dict[tuple[str, str], Finding] = {}
+    worst = {column: max(facts["map"], key=itemgetter(column), default={}) for column in COLUMNS}
+    facts |= {"finished": error is None, "worst": worst}
     facts["trace"], raised = "".join(letter for letter, _ in facts["trace"]), ""
-    facts["worst"] = {
-        column: max(facts["map"], key=itemgetter(column), default={"module": ""})["module"]
-        for column in ("nbytes", "repeats", "misaligned")
-    }
 
     def add(name: str, where: str, evidence: dict[str, Any], severity: str = "") -> None:
         rule = CATALOGUE[name]
@@ -248,17 +227,13 @@ def _findings(
     for name, rule in CATALOGUE.items():
         for row in facts[rule["each"]] if "each" in rule else [{}]:
             known = facts | row
-            known["times"] = partial(_times, known["trace"])
-            known["found"] = name != raised and "when" in rule and eval(rule["when"], known)
+            known["times"] = lambda pattern, trace=known["trace"]: len(re.findall(pattern, trace))
+            known["found"] = name != raised and eval(rule.get("when", "False"), known)
             if known["found"]:
                 evidence = {k: eval(fact, known) for k, fact in rule.get("evidence", {}).items()}
                 severity = "warning" if eval(rule.get("mild", "False"), known) else ""
                 add(name, rule["where"].format(**known), evidence, severity)
     return sorted(found.values(), key=lambda finding: SEVERITIES.index(finding.severity))
-
-
-def _times(trace: str, pattern: str) -> int:
-    return len(re.findall(pattern, trace))
 
 
 def _optimizers(seen: Watcher, model: nn.Module, given: list[Optimizer]) -> list[dict[str, Any]]:
@@ -283,10 +258,10 @@ def _weights(who: Any) -> dict[int, torch.dtype]:
 
 def _map(seen: Watcher) -> list[dict[str, Any]]:
     """A row per module, phase, op and dtype, a step; the most FLOPs come first."""
-    columns, rows = ("calls", "flops", "misaligned", "nbytes", "repeats"), []
+    rows = []
     for (module, phase, name, dtype), op in seen.ops.items():
         row = {"module": module, "phase": phase, "op": name, "dtype": str(dtype)[6:]}
-        rows.append(row | {column: op[column] // len(seen.seconds) for column in columns})
+        rows.append(row | {column: op[column] // len(seen.seconds) for column in COLUMNS})
     return sorted(rows, key=lambda row: (-row["flops"], -row["nbytes"]))
 
 

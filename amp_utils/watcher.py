@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import product
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -147,9 +148,8 @@ class Watcher(Transparent):
             replace(autocast, "__enter__", self._enter)
             replace(autocast, "__exit__", self._exit)
             replace(torch.autograd, "_engine_run_backward", self._backward)
-            for scaler in (torch.amp.GradScaler, LossScaler):
-                for method in SCALER:
-                    replace(scaler, method, partial(self._scaler, method))
+            for scaler, method in product((torch.amp.GradScaler, LossScaler), SCALER):
+                replace(scaler, method, partial(self._scaler, method))
             for scheduler in _family(LRScheduler):
                 if "step" in vars(scheduler):
                     replace(scheduler, "step", self._scheduler)
@@ -203,8 +203,7 @@ class Watcher(Transparent):
 
     def _exit(self, leave: Callable, region: autocast, *error: Any) -> Any:
         self.depth -= 1
-        if self.depth == 0:
-            self.trace.append((")", None))
+        self.trace += [(")", None)] * (self.depth == 0)
         return leave(region, *error)
 
     def _backward(self, run: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -412,7 +412,7 @@ FAULTS = [
 def examined(step, settings):
     loop = Loop(**settings)
     given = loop.scaler if "scaler" in getattr(Loop, step).__code__.co_names else None
-    return doctor.examine(getattr(loop, step), loop.net, loop.optimizer, given)
+    return doctor.examine(getattr(loop, step), loop.net, loop.optimizer, given, steps=2)
 
 
 @functools.cache
