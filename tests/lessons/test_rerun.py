@@ -13,16 +13,16 @@ from amp_utils.course.notebook import lessons, read
 LESSONS = {path.stem: path for path in lessons(ROOT / "notebooks")}
 QUICK = "00_start_here"  # make test runs this one again, make test-all every lesson
 OTHER = {  # one parameter that is not the default, and smaller where that saves time
-    "00_start_here": {"seed": 1},
+    "00_start_here": {"steps": 20, "seed": 1},
     "01_float_formats": {"value": -3.5, "terms": 5000, "seed": 2},
     "02_numerical_stability": {"steps": 40, "seed": 1},
-    "03_autocast_dtypes": {"precision": "fp16", "steps": 2},
+    "03_autocast_dtypes": {"precision": "fp16", "steps": 2, "seed": 1},
     "04_custom_autograd_functions": {"precision": "fp16", "steps": 5, "seed": 1},
     "05_gradient_underflow": {"unit": 1.0, "seeds": 1, "steps": 20},
     "06_grad_scaler": {"steps": 12, "init_scale": 2.0, "growth_interval": 3, "overflow_step": 5},
     "07_unscaled_clipping": {"max_norm": 1.0, "steps": 5, "seed": 3},
     "08_accumulation_and_penalty": {"accumulate": 2, "epochs": 2, "seed": 1},
-    "09_multiple_optimizers": {"steps": 8, "overflow_step": 3, "seed": 1},
+    "09_multiple_optimizers": {"steps": 8, "seed": 1},
     "10_amp_recipe": {"precision": "bf16", "batch": 32, "width": 64, "repeats": 1, "seed": 1},
     "11_checkpoint_and_inference": {"precision": "bf16", "steps": 3, "seed": 1},
     "12_checkerboard_cnn": {"precision": "bf16", "steps": 20},
