@@ -14,7 +14,7 @@ UNITS := $(ON_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests amp_util
 WORKERS := $(if $(filter 1,$(THREADS)),-n 2 --dist loadscope,-n 0)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab run sweep save test test-all validate claims handout slides bench lint format clean ready
+.PHONY: help lab run sweep save test test-all validate progress claims handout slides bench gpu lint format clean ready
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -56,6 +56,9 @@ validate: ready  ## check only the notebooks against their saved outputs (THREAD
 claims: ready  ## measure every claim of the sources again, and write the ledger: notebooks/claims.md and .html
 	@$(BIN)/python -m amp_utils.course claims $(P)
 
+progress: ready  ## show which exercises you solved, and which predictions were wrong
+	@$(BIN)/python -m amp_utils.course progress
+
 handout: ready  ## build what a class gets into build/handout: notebooks without and with solutions, offline pages
 	@$(BIN)/python -m amp_utils.course handout
 
@@ -65,6 +68,9 @@ slides: ready  ## open a lesson as a presentation, without a network (NB=06; BRO
 
 bench: ready  ## measure gains and overheads, as ratios (ARGS="recipe loop": some of them, P="--device cuda")
 	@$(BIN)/python -m amp_utils.course bench $(P) $(ARGS)
+
+gpu: ready  ## run every lesson, benchmark and claim on a GPU (DEVICE=cpu: rehearse; P="--minutes 20")
+	@$(BIN)/python -m amp_utils.course gpu --device $(or $(DEVICE),cuda) $(P) $(NB)
 
 lint: ready  ## check code and notebooks with ruff
 	$(BIN)/ruff check .

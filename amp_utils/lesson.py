@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from amp_utils import progress
+
 Rule = tuple[Callable[[Any], bool], str]  # a test, and what is allowed in words
 
 
@@ -51,14 +53,34 @@ def validate(values: Mapping[str, Any], **rules: Rule) -> None:
             raise ParameterError(f"{name} = {values[name]!r} is not allowed: give {allowed}.")
 
 
-def predict(guess: Any, answer: Any) -> None:
-    """Print how a prediction compares with the measured answer; None stands for no prediction."""
+def predict(guess: Any, answer: Any, within: float = 0) -> None:
+    """Compare a prediction with the measured answer, which stays hidden while there is no guess.
+
+    None is no guess, and `...` (Ellipsis) asks for the answer. Words count in any case, a dtype by
+    its name; numbers may differ by `within`, a list's one by one.
+    """
     if guess is None:
-        print(f"✎ no prediction made; measured: {answer}")
-    elif guess == answer:
-        print(f"✓ as you predicted: {answer}")
-    else:
-        print(f"✗ you predicted {guess}; measured: {answer}")
+        print("✎ make your guess first: put it in place of None above (or ... to see the answer)")
+        return
+    verdict = "shown" if guess is ... else "right" if _agree(guess, answer, within) else "wrong"
+    print(
+        {
+            "shown": f"measured: {answer}",
+            "right": f"✓ as you predicted: {answer}",
+            "wrong": f"✗ you predicted {guess}; measured: {answer}",
+        }[verdict]
+    )
+    progress.note("predict", verdict)
+
+
+def _agree(guess: Any, answer: Any, within: float) -> bool:
+    if isinstance(guess, list | tuple) and isinstance(answer, list | tuple):
+        pairs = zip(guess, answer, strict=False)
+        return len(guess) == len(answer) and all(_agree(a, b, within) for a, b in pairs)
+    if isinstance(guess, int | float) and isinstance(answer, int | float):
+        return guess == answer or abs(guess - answer) <= within
+    names = [str(value).strip().lower().removeprefix("torch.") for value in (guess, answer)]
+    return names[0] == names[1]
 
 
 def check(test: Callable[[], None]) -> Callable[[], None]:
@@ -73,12 +95,17 @@ def check(test: Callable[[], None]) -> Callable[[], None]:
             test()
         except NotImplementedError:
             print("✎ not attempted yet: replace the stub above, then run this cell again.")
+            return
         except AssertionError as error:
+            verdict = "not yet"
             print(f"✗ not yet: {str(error) or 'a check failed, and it has no words of its own'}")
         except Exception as error:  # the learner's code may fail in any way; the page must go on
+            verdict = "not yet"
             print(f"✗ your code stopped with {type(error).__name__}: {error}")
         else:
+            verdict = "correct"
             print("✓ correct")
+        progress.note("ex", verdict)
 
     run()
     return run

@@ -6,7 +6,7 @@ Line styles and hatches tell things apart in black and white; `alt` says in word
 import base64
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import matplotlib.pyplot as plt
@@ -76,16 +76,27 @@ def _label_ends(axes: Axes) -> None:
     for line in sorted(axes.lines, key=end):
         above -= 1
         y = min(max(y + apart, end(line)), 0.95 - apart * above)
-        look = {"color": line.get_color(), "linestyle": line.get_linestyle()}
+        look = {key: getattr(line, f"get_{key}")() for key in ("color", "linestyle", "marker")}
         sample = Line2D([1.02, 1.09], [y, y], transform=axes.transAxes, clip_on=False, **look)
         axes.add_artist(sample)
         axes.text(1.11, y, line.get_label(), va="center", transform=axes.transAxes)
 
 
 def curves(
-    series: Series, *, title: str, xlabel: str, ylabel: str, alt: str, log: bool = True
+    series: Series,
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    alt: str,
+    log: bool = True,
+    x: Sequence[float] | None = None,
+    dots: Collection[str] = (),
 ) -> None:
-    """Plot each series against the step number, labelled at its end; a gap is inf or NaN."""
+    """Plot each series against `x`, or the step number, labelled at its end; a gap is inf or NaN.
+
+    The series named in `dots` are drawn as separate points.
+    """
     with _drawing(alt, (7, 3.2)) as axes:
         formats = [COLORS.get(label.split()[0]) for label in series]
         free = [color for color in CYCLE if color not in formats]
@@ -93,7 +104,9 @@ def curves(
             color = free.pop(0) if formats[i] in (None, *formats[:i]) else formats[i]
             values = [value if math.isfinite(value) else math.nan for value in values]
             look = {"color": color, "linestyle": LINES[i % len(LINES)], "label": label}
-            axes.plot(range(1, len(values) + 1), values, **look)
+            if label in dots:
+                look |= {"linestyle": "", "marker": ".", "zorder": 1}
+            axes.plot(x or range(1, len(values) + 1), values, **look)
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel, yscale="log" if log else "linear")
         _label_ends(axes)
 
@@ -125,6 +138,10 @@ def exponent_histogram(
                 axis.bar(exponent + 0.5, count, width=0.9, **(lost if exponent < floor else kept))
             axis.axvline(floor, color=RED, linestyle="--")
             axis.axvline(limit, color="#666666", linestyle=":")
+            axis.margins(y=0.25)
+            words = {"transform": axis.get_xaxis_transform(), "va": "top", "fontsize": 8}
+            axis.text(floor - 0.2, 0.98, "rounds to zero ←", ha="right", color=RED, **words)
+            axis.text(limit + 0.2, 0.98, "→ all digits", color="#444444", **words)
             axis.set_ylabel("values")
             axis.text(0.01, 0.9, label, transform=axis.transAxes, va="top", fontweight="bold")
         exponents = [floor, *(e for histogram in panels.values() for e in histogram)]
@@ -164,48 +181,79 @@ def range_bars(formats: Sequence[Format], *, title: str, alt: str) -> None:
             axes.barh(-y, high - normal, left=normal, color=BLUE, height=0.6)
             axes.barh(-y, normal - low, left=low, height=0.6, **pale)
             axes.text(low - 2, -y, f"2^{low:.0f}", ha="right", va="center", fontsize=9)
-            axes.text(high + 2, -y, f"{fmt.max:.4g}", ha="left", va="center", fontsize=9)
+            axes.text(high + 2, -y, f"{fmt.max:.5g}", ha="left", va="center", fontsize=9)
         axes.set_yticks(range(0, -len(formats), -1), [fmt.name for fmt in formats])
-        axes.set(title=title, xlabel="power of two (hatched: subnormal)", xlim=(-190, 172))
+        axes.set(title=title, xlabel="power of two (hatched: subnormal)", xlim=(-190, 180))
 
 
-def spacing(formats: Sequence[Format], *, title: str, alt: str) -> None:
-    """Distance to the next number against the number itself, both as powers of two."""
-    with _drawing(alt, (7, 3.4)) as axes:
-        for i, fmt in enumerate(formats):
-            exponents = [e / 4 for e in range(-120, 80) if 2.0 ** (e / 4) <= fmt.max]
-            steps = [math.log2(fmt.ulp(2.0**e)) for e in exponents]
-            axes.plot(exponents, steps, color=CYCLE[i % 6], linestyle=LINES[i % 6], label=fmt.name)
-        axes.set(title=title, xlabel="the number: power of two", ylabel="its spacing: power of two")
-        _label_ends(axes)
+def number_line(
+    rows: Mapping[str, Sequence[float]], *, ticks: Sequence[float], title: str, alt: str
+) -> None:
+    """The numbers of each row as strokes on a common line, with an axis that names only `ticks`."""
+    with _drawing(alt, (7.6, 0.42 * len(rows) + 0.9)) as axes:
+        for y, (label, numbers) in enumerate(rows.items()):
+            axes.plot(ticks[:: len(ticks) - 1], [-y, -y], color="#999999", linewidth=0.8)
+            axes.vlines(numbers, -y - 0.3, -y + 0.3, color=COLORS.get(label, BLACK), linewidth=1.4)
+        axes.set_yticks(range(0, -len(rows), -1), list(rows))
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.tick_params(left=False)
+        axes.spines["left"].set_visible(False)
+        axes.set(title=title, ylim=(0.5 - len(rows), 0.6))
 
 
-def dtype_strip(steps: Sequence[tuple[str, str, str, bool]], *, title: str, alt: str) -> None:
-    """A box per op, in the colour of its dtype: (op, ran in, output, were its inputs cast)."""
-    with _drawing(alt, (7.6, 0.36 * len(steps) + 0.7)) as axes:
-        for y, (op, ran_in, output, cast) in enumerate(steps):
-            color, hatch = COLORS.get(ran_in, "#666666"), None if ran_in == "fp32" else ".."
-            axes.barh(-y, 3, left=2, color=color, height=0.72, hatch=hatch)
-            white = {"color": "white", "fontweight": "bold", "bbox": {"color": color, "pad": 1}}
-            axes.text(3.5, -y, ran_in, ha="center", va="center", **white)
-            axes.text(1.9, -y, op, ha="right", va="center")
-            axes.text(5.1, -y, f"→ {output}" + "   inputs cast" * cast, ha="left", va="center")
-        axes.set(title=title, xlim=(0, 8), ylim=(-len(steps) + 0.4, 0.7), **BARE)
+def dtype_strip(
+    ops: Sequence[str], columns: Mapping[str, Sequence[str]], *, title: str, alt: str
+) -> None:
+    """A line per op and a box per column, in the colour of its dtype; an arrow marks a change."""
+    with _drawing(alt, (2.6 + 1.7 * len(columns), 0.29 * len(ops) + 0.9)) as axes:
+        for x, (name, dtypes) in enumerate(columns.items()):
+            axes.text(x + 0.5, 0.75, name, ha="center", va="center", fontweight="bold")
+            for y, dtype in enumerate(dtypes):
+                color, hatch = COLORS.get(dtype, "#666666"), None if dtype == "fp32" else ".."
+                axes.barh(-y, 0.94, left=x + 0.03, color=color, height=0.76, hatch=hatch)
+                white = {"color": "white", "fontweight": "bold", "bbox": {"color": color, "pad": 1}}
+                axes.text(x + 0.5, -y, dtype, ha="center", va="center", **white)
+        for y, (op, *dtypes) in enumerate(zip(ops, *columns.values(), strict=True)):
+            axes.text(-0.05, -y, op, ha="right", va="center")
+            if len({*dtypes}) > 1:
+                axes.text(len(columns) + 0.05, -y, "← differ", va="center")
+        limits = (-1.1, len(columns) + 0.6)
+        axes.set(title=title, xlim=limits, ylim=(-len(ops) + 0.4, 1.2), **BARE)
 
 
-def scale_history(scales: list[float], skipped: list[bool], *, title: str, alt: str) -> None:
-    """The loss scale used at each step, on a power-of-two axis; a cross marks a skipped step."""
-    with _drawing(alt, (7, 2.8)) as axes:
-        steps = range(1, len(scales) + 1)
-        axes.step(steps, scales, where="mid", color=BLACK)
+def scale_history(
+    scales: Sequence[float],
+    skipped: Sequence[bool],
+    errors: Series | None = None,
+    *,
+    title: str,
+    alt: str,
+) -> None:
+    """The loss scale used at each step, on a power-of-two axis; a cross marks a skipped step.
+
+    Beneath it, on the same steps, the `errors` of the runs that are given.
+    """
+    panels = 1 + bool(errors)
+    with _drawing(alt, (7, 2.6 * panels), panels, sharex=True, squeeze=False) as axes:
+        above, steps = axes[0, 0], range(1, len(scales) + 1)
+        above.step(steps, scales, where="mid", color=BLACK, label="loss scale")
         marks = [mark for *mark, skip in zip(steps, scales, skipped, strict=True) if skip]
         if marks:
-            cross = {"marker": "X", "color": RED, "markersize": 9, "linestyle": ""}
-            axes.plot(*zip(*marks, strict=True), label="skipped: inf or NaN", **cross)
-            axes.legend(**BESIDE)
+            cross = {"marker": "X", "color": RED, "markersize": 7, "linestyle": ""}
+            above.plot(*zip(*marks, strict=True), **cross)
+            note = {"xytext": (9, -6), "textcoords": "offset points", "va": "top", "color": RED}
+            note["bbox"] = {"color": "white", "alpha": 0.8, "pad": 1}
+            above.annotate("skipped: inf or NaN", marks[0], **note)
         if any(scale > 0 for scale in scales):
-            axes.set_yscale("log", base=2)
-        axes.set(title=title, xlabel="step", ylabel="loss scale")
+            above.set_yscale("log", base=2)
+        above.set(title=title, ylabel="loss scale")
+        for i, (label, values) in enumerate((errors or {}).items()):
+            look = {"color": CYCLE[i % 6], "linestyle": LINES[i % 6], "label": label}
+            axes[1, 0].plot(range(1, len(values) + 1), values, **look)
+        if errors:
+            axes[1, 0].set(ylabel="error", yscale="log")
+            _label_ends(axes[1, 0])
+        axes[-1, 0].set_xlabel("step")
 
 
 def stacked_bars(

@@ -15,8 +15,10 @@ COMMANDS = {
     "sweep": "run a lesson for all combinations of values",
     "outline": "bring navigation, course map and slides up to date",
     "claims": "measure the claims of the sources and write the ledger",
+    "progress": "show which predictions were right and which exercises are solved",
     "handout": "build what a class gets: notebooks and offline pages",
     "slides": "show a lesson as a presentation",
+    "gpu": "run everything on a GPU, without Jupyter; adopt what it measured",
     "bench": "measure gains and overheads as ratios",
 }
 

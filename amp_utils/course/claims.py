@@ -1,11 +1,11 @@
 """The ledger of claims: what the sources say (notebooks/claims.toml) beside what the lessons
-measured (measured.json, each value with the machine, torch version and date of its measurement)."""
+measured (measured.json: every claim's value on each machine, with torch version and date)."""
 
 import ast
 import json
 import math
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,35 +21,52 @@ from amp_utils.device import choose_device, describe
 
 SCHEMA = Path(__file__).parent / "templates" / "claims.schema.json"
 # An expression, so that the lesson's names and history stay as they are.
-EVALUATE = "__import__('amp_utils.course.claims').course.claims.evaluate(lambda raised: ({}))"
+EVALUATE = "__import__('amp_utils.course.cells').course.cells.evaluate(lambda raised: ({}))"
+HOLDING = ("reproduced", "computed", "consistent with", "checked")
 
 
 class Claim(SimpleNamespace):
-    """An entry of claims.toml, whose head explains the fields; claims.schema.json checks them."""
+    """A claim or check of claims.toml, whose head explains the fields; the schema checks them."""
 
     def holds(self, value: Any) -> bool:
-        """Whether a measured value stands to the published one as the claim says."""
+        """Whether a measured value stands to the expected one as the claim says."""
         if self.compare == "equal":
-            return type(value) is type(self.published) and value == self.published
-        if not isinstance(value, int | float) or not math.isfinite(value):
+            return type(value) is type(self.expected) and value == self.expected
+        if not _is_number(value):
             return False
         if self.compare == "close":
-            return math.isclose(value, self.published, rel_tol=self.tolerance)
-        return value >= self.published if self.compare == "at least" else value <= self.published
+            return math.isclose(value, self.expected, rel_tol=self.tolerance)
+        return value >= self.expected if self.compare == "at least" else value <= self.expected
 
-    def contradiction(self, value: Any) -> str | None:
-        """A sentence where the verdict cannot stand beside the measured value, else None."""
-        if value is None:
+    def contradiction(self, measured: Mapping[str, dict]) -> str | None:
+        """A sentence where the verdict cannot stand beside the values by machine, else None.
+
+        The value null says that this machine cannot measure the claim.
+        """
+        values = {m: e["value"] for m, e in measured.items() if e["value"] is not None}
+        if not values and self.verdict != "not measurable here":
             return f"{self.id} was not measured."
-        holds = self.holds(value)
-        if self.verdict == "depends on hardware" or holds == (self.verdict == "reproduced"):
-            return None
-        outcome = "holds" if holds else "does not hold"
-        return f"{self.id} is said to be {self.verdict!r}, but with {value!r} the claim {outcome}."
+        for machine, value in values.items():
+            holds = self.holds(value)
+            if self.verdict == "depends on hardware":
+                fits = _is_number(value)
+            else:
+                fits = self.verdict != "not measurable here" and holds == (self.verdict in HOLDING)
+            if not fits:
+                outcome = f"with {value!r} it {'holds' if holds else 'does not hold'}"
+                return f"{self.id} is said to be {self.verdict!r}, but {outcome} ({machine})."
+        return None
 
 
-def read(notebooks: Path) -> tuple[dict[str, str], list[Claim], dict[str, dict]]:
-    """Sources, claims and the values measured so far. Raises CourseError for a bad entry."""
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def read(notebooks: Path) -> SimpleNamespace:
+    """Sources, questions, claims (checks among them) and measured values by id and machine.
+
+    Raises CourseError for a bad entry.
+    """
     import jsonschema
 
     values = notebooks / "measured.json"
@@ -61,12 +78,17 @@ def read(notebooks: Path) -> tuple[dict[str, str], list[Claim], dict[str, dict]]
     schema = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text("utf-8")))
     for error in schema.iter_errors(entries):
         raise CourseError(f"claims.toml, {error.json_path[2:]}: {error.message}.")
-    sources = entries.pop("sources")
-    for name, fields in entries.items():
-        if fields["source"] not in sources:
-            raise CourseError(f"claims.toml, {name}: {fields['source']!r} is not among [sources].")
-    claims = [Claim(**{"id": name, "ours": False, **fields}) for name, fields in entries.items()]
-    return sources, claims, measured
+    checks = {name: {"verdict": "checked"} | e for name, e in entries.pop("checks", {}).items()}
+    for name, entry in entries["claims"].items():
+        for field in ("source", "question"):
+            if entry[field] not in entries[f"{field}s"]:
+                raise CourseError(f"claims.toml, {name}: {entry[field]!r} is not in [{field}s].")
+        if name in checks:
+            raise CourseError(f"claims.toml: {name} is a claim and a check.")
+    both = entries.pop("claims") | checks
+    optional = dict.fromkeys(("number", "lesson", "cell", "because", "until", "surprise"))
+    claims = [Claim(**{"id": name, **optional, **entry}) for name, entry in both.items()]
+    return SimpleNamespace(**entries, claims=claims, measured=measured)
 
 
 def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list[str]]:
@@ -101,35 +123,43 @@ def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list
     return values, failures
 
 
-def evaluate(measure: Callable[[Callable], Any]) -> str:
-    """A claim's value as JSON. Runs in the lesson's kernel and leaves its random numbers alone."""
-
-    def raised(function: Callable[[], Any]) -> str:
-        try:
-            function()
-        except Exception as error:  # a claim may be about any error
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    with torch.random.fork_rng():
-        return json.dumps(measure(raised))
+def adopt(notebooks: Path, values: Mapping[str, Any], **origin: str) -> list[str]:
+    """Put values by claim into the column of `origin`: machine, torch, date. Returns as publish."""
+    measured, machine = read(notebooks).measured, origin.pop("machine")
+    for name, value in values.items():
+        measured.setdefault(name, {})[machine] = {"value": value, **origin}
+    return publish(notebooks, measured)
 
 
 def publish(notebooks: Path, measured: dict[str, dict]) -> list[str]:
     """Write measured.json, claims.md and claims.html; returns what contradicts its verdict."""
-    sources, claims, _ = read(notebooks)
-    known = {claim.id: measured[claim.id] for claim in claims if claim.id in measured}
+    ledger = read(notebooks)
+    known = {c.id: measured[c.id] for c in ledger.claims if c.id in measured}
     lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in known.items())
     write_whole(notebooks / "measured.json", "{\n" + ",\n".join(lines) + "\n}\n")
-    origins = {k: f"{e['date']}, torch {e['torch']}, {e['machine']}" for k, e in known.items()}
-    runs = sorted(set(origins.values()))
-    numbers = {name: runs.index(origin) + 1 for name, origin in origins.items()}
-    rows = [(c, known.get(c.id, {}).get("value"), numbers.get(c.id, "–")) for c in claims]
+    origins = [
+        (m, f"{e['date']}, torch {e['torch']}") for v in known.values() for m, e in v.items()
+    ]
+    cells = {
+        (path.stem, tag): cell.id
+        for path in notebook.lessons(notebooks)
+        for cell in notebook.cells(path)
+        for tag in cell.tags
+    }
+    for claim in ledger.claims:
+        claim.measured = known.get(claim.id, {})
+        claim.anchor = f"#cell-id={cells.get((claim.lesson, claim.cell))}"
     for name, templates in {"claims.html": pages.TEMPLATES, "claims.md": pages.MARKDOWN}.items():
-        template = templates.get_template(f"{name}.j2")
-        text = template.render(claims=rows, runs=runs, sources=sources)
+        text = templates.get_template(f"{name}.j2").render(
+            claims=[c for c in ledger.claims if c.verdict != "checked"],
+            checks=[c for c in ledger.claims if c.verdict == "checked"],
+            machines=list(dict.fromkeys(machine for machine, _ in origins)),
+            runs=list(dict.fromkeys(origins)),
+            sources=ledger.sources,
+            questions=ledger.questions,
+        )
         write_whole(notebooks / name, text.strip() + "\n")
-    return [wrong for claim, value, _ in rows if (wrong := claim.contradiction(value))]
+    return [wrong for claim in ledger.claims if (wrong := claim.contradiction(claim.measured))]
 
 
 @click.command(help="Measure the claims of LESSONs (all where none is given); write the ledger.")
@@ -138,17 +168,16 @@ def publish(notebooks: Path, measured: dict[str, dict]) -> list[str]:
 @click.pass_obj
 def command(root: Path, lessons: tuple[str, ...], render: bool) -> int:
     notebooks, failures = root / "notebooks", []
-    _, claims, measured = read(notebooks)
+    claims = read(notebooks).claims
     origin = {"machine": describe(choose_device()), "torch": torch.__version__}
     for lesson in [] if render else notebook.choose(lessons, notebooks):
         if here := [claim for claim in claims if claim.lesson == lesson.stem]:
             values, failed = measure(lesson, here)
-            origin["date"] = date.today().isoformat()
-            measured |= {name: {"value": value, **origin} for name, value in values.items()}
-            publish(notebooks, measured)  # now, so that a later failure or Ctrl-C loses nothing
+            # Now, so that a later failure or Ctrl-C loses nothing.
+            adopt(notebooks, values, **origin, date=date.today().isoformat())
             click.echo(f"{lesson.stem}: {len(values)} of {len(here)} claims measured")
             failures += failed
-    failures += publish(notebooks, measured)
+    failures += publish(notebooks, read(notebooks).measured)
     click.echo(f"{len(claims)} claims: see notebooks/claims.md and notebooks/claims.html.")
     click.echo("\n".join(failures), err=True, nl=bool(failures))
     return 1 if failures else 0

@@ -21,6 +21,7 @@ class Cell(NamedTuple):
     is_code: bool
     source: str
     tags: set[str]
+    id: str = ""
 
 
 def lessons(notebooks: Path) -> list[Path]:
@@ -51,8 +52,8 @@ def cells(path: Path) -> list[Cell]:
     """A lesson's cells, without the help of nbformat. Raises CourseError for a damaged file."""
     with _contents(path) as contents:
         return [
-            Cell(cell["cell_type"] == "code", "".join(cell["source"]), tags(cell))
-            for cell in json.loads(contents)["cells"]
+            Cell(c["cell_type"] == "code", "".join(c["source"]), tags(c), c.get("id", ""))
+            for c in json.loads(contents)["cells"]
         ]
 
 

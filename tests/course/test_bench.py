@@ -147,7 +147,7 @@ def test_the_table_says_whether_the_parts_explain_the_step(gain, end):
 
 
 def test_a_recipe_gives_its_gain_that_of_its_products_and_its_parts(cpu):
-    step_gain, products, explained = cpu.recipe(8, 4)
+    step_gain, products, share, explained = cpu.recipe(8, 4)
     assert (explained.bar, explained.floor) == (1.1, 0.9) and step_gain.bar is None
     assert all(value > 0 for value in (*step_gain.values, *products.values))
     assert cpu.tables[0].startswith("\nrecipe 8/4")
@@ -168,22 +168,15 @@ def test_the_checkerboard_learns(cpu):
     assert nn.functional.mse_loss(steps.net(steps.inputs), steps.targets).item() < 0.7 * before
 
 
-def test_what_a_lesson_imports_is_imported_without_matplotlib():
+def test_lessons_import_no_matplotlib_and_the_benchmarks_no_jupyter_either():
     code = f"import sys, torch; {bench.INSTRUMENTS}; print(*sys.modules)"
-    loaded = subprocess.check_output(
-        [sys.executable, "-c", code], text=True, cwd=bench.ROOT
-    ).split()
+    code += "; import amp_utils.course.bench; print(*sys.modules)"
+    output = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=bench.ROOT)
+    lesson, benchmarks = (set(line.split()) for line in output.splitlines())
     names = "formats ledger gradients scaler timing device lesson".split()
-    assert {f"amp_utils.{name}" for name in names} <= set(loaded)
-    assert not {"matplotlib", "IPython"} & set(loaded)
-
-
-def test_the_benchmarks_import_neither_jupyter_nor_matplotlib():
-    code = "import sys, amp_utils.course.bench; print(*sys.modules)"
-    loaded = subprocess.check_output(
-        [sys.executable, "-c", code], text=True, cwd=bench.ROOT
-    ).split()
-    assert not {"IPython", "nbformat", "matplotlib", "papermill", "joblib"} & set(loaded)
+    assert {f"amp_utils.{name}" for name in names} <= lesson
+    assert not {"matplotlib", "IPython"} & lesson
+    assert not {"IPython", "nbformat", "matplotlib", "papermill", "joblib"} & benchmarks
 
 
 @pytest.mark.parametrize("missing", ["papermill", "joblib"])

@@ -13,37 +13,62 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from amp_utils.course import CourseError, claims, notebook
 from amp_utils.course.__main__ import main
+from amp_utils.course.cells import evaluate
 from amp_utils.course.claims import Claim
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-SOURCES, CLAIMS, MEASURED = claims.read(NOTEBOOKS)
+COURSE = claims.read(NOTEBOOKS)
+CLAIMS = COURSE.claims
 LESSONS = {path.stem: notebook.cells(path) for path in notebook.lessons(NOTEBOOKS)}
 LEDGER = ("measured.json", "claims.md", "claims.html")
 
+MACHINE, OLD = "an old machine", {"torch": "2.0", "date": "1999-12-31"}
+VERDICTS = json.loads(claims.SCHEMA.read_text())["properties"]["claims"]["additionalProperties"][
+    "properties"
+]["verdict"]["enum"]
+
 ENTRY = {
     "source": "paper",
-    "claim": "It is 8.",
-    "published": 8,
+    "where": "table 1",
+    "says": "It is 8.",
+    "seen": True,
+    "question": "range",
+    "number": "source",
+    "expected": 8,
     "compare": "equal",
     "lesson": "01_float_formats",
     "cell": "claim:eight",
     "measure": "x",
     "verdict": "reproduced",
 }
-OLD = {"machine": "an old machine", "torch": "2.0", "date": "1999-12-31"}
+CHECK = {
+    "basis": "our expectation",
+    **{key: ENTRY[key] for key in ("says", "expected", "compare", "lesson", "cell", "measure")},
+}
 
 
 def claim(**changes) -> Claim:
     return Claim(id="eight", **{**ENTRY, **changes})
 
 
-def toml(entries: dict[str, dict]) -> str:
-    """A claims.toml with one source; JSON's values are TOML's too."""
-    tables = ['[sources]\npaper = "A paper"']
+def old(value) -> dict:
+    """What measured.json holds of a claim that was measured long ago."""
+    return {MACHINE: {"value": value, **OLD}}
+
+
+def toml(entries: dict[str, dict], source: str = "paper") -> str:
+    """A claims.toml with one source and one question; JSON's values are TOML's too."""
+    tables = {
+        f"sources.{source}": {"title": "A paper", "date": "1998", "place": "a shelf"},
+        "questions": {"range": "What can 16 bits hold?"},
+        "claims": {},
+    }
     for name, fields in entries.items():
-        lines = [f"{key} = {json.dumps(value)}" for key, value in fields.items()]
-        tables.append("\n".join([f"[{name}]", *lines]))
-    return "\n\n".join(tables)
+        tables[f"{'checks' if 'basis' in fields else 'claims'}.{name}"] = fields
+    lines = []
+    for name, fields in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in fields.items())]
+    return "\n".join(lines)
 
 
 @pytest.fixture
@@ -80,6 +105,8 @@ def faults(given: list[Claim], lessons: dict[str, list[notebook.Cell]]) -> list[
     """What keeps claims from being measured, found without running a lesson."""
     found = []
     for c in given:
+        if not c.lesson:
+            continue
         code = [cell for cell in lessons.get(c.lesson, []) if cell.is_code]
         places = [i for i, cell in enumerate(code) if c.cell in cell.tags]
         try:
@@ -131,15 +158,16 @@ def test_a_claim_that_cannot_be_measured_is_found(change, fault):
 
 
 def test_every_value_is_committed_with_its_origin_and_fits_its_verdict():
-    assert list(MEASURED) == [c.id for c in CLAIMS]
-    assert all(entry.keys() == {"value", *OLD} for entry in MEASURED.values())
-    wrong = [c.contradiction(MEASURED[c.id]["value"]) for c in CLAIMS]
+    assert list(COURSE.measured) == [c.id for c in CLAIMS if c.lesson]
+    entries = [entry for values in COURSE.measured.values() for entry in values.values()]
+    assert all(entry.keys() == {"value", *OLD} for entry in entries)
+    wrong = [c.contradiction(COURSE.measured.get(c.id, {})) for c in CLAIMS]
     assert [sentence for sentence in wrong if sentence] == []
 
 
-def test_there_are_claims_of_every_source_and_verdict():
-    assert {c.source for c in CLAIMS} == set(SOURCES)
-    assert {c.verdict for c in CLAIMS} == {"reproduced", "not true", "depends on hardware"}
+def test_every_source_and_question_has_claims():
+    for field, table in {"source": COURSE.sources, "question": COURSE.questions}.items():
+        assert {getattr(c, field) for c in CLAIMS if c.verdict != "checked"} == set(table)
 
 
 def test_no_lesson_holds_a_trace_of_a_claim_but_a_tag():
@@ -162,7 +190,7 @@ def test_the_committed_ledger_is_rendered_from_the_committed_values(tmp_path):
 def test_measured_again_every_claim_fits_its_verdict(lesson):
     here = [c for c in CLAIMS if c.lesson == lesson]
     values, failures = claims.measure(NOTEBOOKS / f"{lesson}.ipynb", here)
-    wrong = [c.contradiction(values[c.id]) for c in here if c.id in values]
+    wrong = [c.contradiction({"here": {"value": values[c.id]}}) for c in here if c.id in values]
     assert failures + [sentence for sentence in wrong if sentence] == []
 
 
@@ -181,18 +209,18 @@ def test_expressions_are_evaluated_after_their_cells(course, capsys):
         "false": "x + 1",
     }
     entries = {name: {**ENTRY, "measure": measure} for name, measure in expressions.items()}
-    entries["nine"] = {**ENTRY, "cell": "claim:nine", "published": 9}
+    entries["nine"] = {**CHECK, "cell": "claim:nine", "expected": 9}
     entries["last"] = {**ENTRY, "cell": "claim:end"}
     entries["missing"] = {**ENTRY, "cell": "claim:none"}
-    root = course(entries, {"unknown": {"value": 8, **OLD}})
+    root = course(entries, {"unknown": old(8)})
     assert main(["--root", str(root), "claims", "01"]) == 1
 
-    values = {name: entry["value"] for name, entry in stored(root).items()}
+    values = {name: list(by.values())[-1]["value"] for name, by in stored(root).items()}
     assert values["eight"] == 8 and values["nine"] == 9 and values["infinite"] == ["inf", 2.0]
     assert values["refused"] == "AttributeError: 'int' object has no attribute 'nothing'"
     assert values["quiet"] == ""
-    assert stored(root)["unknown"] == {"value": 8, **OLD}, "a failed measurement loses nothing"
-    assert stored(root)["eight"]["date"] != OLD["date"]
+    assert stored(root)["unknown"] == old(8), "a failed measurement loses nothing"
+    assert [entry["date"] > "2000" for entry in stored(root)["eight"].values()] == [True]
     sentences = capsys.readouterr().err
     for sentence in (
         "01_float_formats: ZeroDivisionError: division by zero",
@@ -201,7 +229,7 @@ def test_expressions_are_evaluated_after_their_cells(course, capsys):
         "unfit: TypeError: Object of type Tensor is not JSON serializable",
         "unknown: NameError: name 'nothing' is not defined",
         "broken: SyntaxError",
-        "false is said to be 'reproduced', but with 9 the claim does not hold.",
+        "false is said to be 'reproduced', but with 9 it does not hold (",
     ):
         assert sentence in sentences
     assert "Traceback" not in sentences
@@ -213,14 +241,14 @@ def test_measuring_leaves_the_lessons_random_numbers_alone():
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    claims.evaluate(lambda raised: torch.rand(1).item())
+    evaluate(lambda raised: torch.rand(1).item())
     assert torch.rand(1) == expected
 
 
 def test_only_what_was_measured_changes_its_value_and_date(course, monkeypatch):
     second = {**ENTRY, "lesson": "02_numerical_stability"}
-    old = {name: {"value": 8, **OLD} for name in ("eight", "second", "forgotten")}
-    root = course({"eight": ENTRY, "second": second}, old)
+    before = {name: old(8) for name in ("eight", "second", "forgotten")}
+    root = course({"eight": ENTRY, "second": second}, before)
 
     def measure(lesson, _):
         if lesson.stem.startswith("02"):
@@ -229,29 +257,56 @@ def test_only_what_was_measured_changes_its_value_and_date(course, monkeypatch):
 
     monkeypatch.setattr(claims, "measure", measure)
     assert main(["--root", str(root), "claims"]) == 130
-    assert stored(root)["eight"]["date"] > "2000" and stored(root)["second"] == old["second"]
+    assert stored(root)["second"] == old(8)
     assert "forgotten" not in stored(root), "values of claims that are gone go too"
-    assert "an old machine" in (root / "notebooks" / "claims.md").read_text()
+    there, here = stored(root)["eight"].items()
+    assert there == (MACHINE, {"value": 8, **OLD}), "another machine's value stays"
+    assert here[1]["date"] > "2000"
 
 
 def test_rendering_changes_no_value_machine_or_date(course):
-    odd = {**ENTRY, "claim": "a < b | <i>c</i>"}
-    root = course({"eight": odd}, {"eight": {"value": 8, **OLD}})
+    odd = {**ENTRY, "says": "a < b | <i>c</i>"}
+    root = course({"eight": odd}, {"eight": old(8)})
     assert main(["--root", str(root), "claims", "--render"]) == 0
-    assert stored(root) == {"eight": {"value": 8, **OLD}}
+    assert stored(root) == {"eight": old(8)}
     page, text = ((root / "notebooks" / f"claims.{kind}").read_text() for kind in ("html", "md"))
-    assert "1999-12-31, torch 2.0, an old machine" in page
+    assert "<li>1999-12-31, torch 2.0, an old machine</li>" in page
     assert "1. 1999-12-31, torch 2.0, an old machine" in text
-    assert "| a < b \\| <i>c</i> | paper | 8 | 8 | 1 | reproduced |" in text
-    assert "<td>a &lt; b | &lt;i&gt;c&lt;/i&gt;</td>" in page and "<i>c" not in page
+    assert " | a < b \\| <i>c</i> | A paper, table 1 | 8 | 8 [1] | reproduced |" in text
+    assert "<td>a &lt; b | &lt;i&gt;c&lt;/i&gt;<span" in page and "<i>c" not in page
+
+
+def test_machines_stand_side_by_side(course):
+    fast = {**ENTRY, "verdict": "depends on hardware", "because": "The chip."}
+    entries = {"eight": fast, "unseen": {**ENTRY, "seen": False, "says": "Hearsay."}}
+    root = course(entries, {name: old(8) for name in entries})
+    origin = {"machine": "a GPU", "torch": "2.13", "date": "2026-12-01"}
+    assert claims.adopt(root / "notebooks", {"eight": 7}, **origin) == []
+    new = {"value": 7, "torch": "2.13", "date": "2026-12-01"}
+    assert stored(root)["eight"] == old(8) | {"a GPU": new}
+    text = (root / "notebooks" / "claims.md").read_text()
+    assert "| it gives | an old machine | a GPU | verdict |" in text
+    assert "| 8 | 8: holds [1] | 7: does not hold [2] | depends on hardware: The chip. |" in text
+    assert "| Hearsay. | A paper, table 1 (not seen) | 8 | 8 [1] | – | reproduced |" in text
 
 
 def test_a_falsified_value_is_contradicted(course, capsys):
-    root = course({"eight": ENTRY}, {"eight": {"value": 7, **OLD}})
+    root = course({"eight": ENTRY}, {"eight": old(7)})
     assert main(["--root", str(root), "claims", "--render"]) == 1
-    sentence = "eight is said to be 'reproduced', but with 7 the claim does not hold.\n"
+    sentence = "eight is said to be 'reproduced', but with 7 it does not hold (an old machine).\n"
     assert capsys.readouterr().err == sentence
     assert 'class="CONTRADICTED"' in (root / "notebooks" / "claims.html").read_text()
+
+
+def test_every_row_leads_to_its_cell():
+    page = (NOTEBOOKS / "claims.html").read_text("utf-8")
+    ids = {(name, tag): cell.id for name in LESSONS for cell in LESSONS[name] for tag in cell.tags}
+    for c in CLAIMS:
+        assert f'<tr id="{c.id}"' in page
+        if c.lesson:
+            cell = f"#cell-id={ids[c.lesson, c.cell]}"
+            assert f'href="{c.lesson}.ipynb{cell}"' in page
+            assert f'href="../build/handout/pages/{c.lesson}.html{cell}"' in page
 
 
 def test_the_page_is_well_formed_and_loads_nothing():
@@ -277,11 +332,11 @@ def test_the_page_is_well_formed_and_loads_nothing():
 @pytest.mark.parametrize(
     ("changes", "good", "bad"),
     [
-        ({"compare": "equal", "published": True}, [True], [False, 1, "True"]),
-        ({"compare": "equal", "published": [1.0, "nan"]}, [[1.0, "nan"]], [[1.0, "inf"]]),
-        ({"compare": "at least", "published": 2}, [2, 3.5], [1.9, "inf", None]),
-        ({"compare": "at most", "published": 0.05}, [0.0, 0.05], [0.06, "nan"]),
-        ({"compare": "close", "published": 100.0, "tolerance": 0.02}, [101.9, 98.1], [103.0]),
+        ({"compare": "equal", "expected": True}, [True], [False, 1, "True"]),
+        ({"compare": "equal", "expected": [1.0, "nan"]}, [[1.0, "nan"]], [[1.0, "inf"]]),
+        ({"compare": "at least", "expected": 2}, [2, 3.5], [1.9, "inf", None]),
+        ({"compare": "at most", "expected": 0.05}, [0.0, 0.05], [0.06, "nan", False]),
+        ({"compare": "close", "expected": 100.0, "tolerance": 0.02}, [101.9, 98.1], [103.0]),
     ],
 )
 def test_comparisons(changes, good, bad):
@@ -289,36 +344,79 @@ def test_comparisons(changes, good, bad):
     assert all(map(subject.holds, good)) and not any(map(subject.holds, bad))
 
 
-@pytest.mark.parametrize(
-    ("changes", "fits", "contradicts"),
-    [
-        ({}, 8, 7),
-        ({"verdict": "not true", "truth": "It is 7."}, 7, 8),
-        ({"verdict": "depends on hardware", "depends_on": "The chip."}, 7, None),
-    ],
-)
-def test_a_verdict_stands_only_beside_values_that_fit(changes, fits, contradicts):
-    assert claim(**changes).contradiction(fits) is None
-    assert claim(**changes).contradiction(contradicts).startswith("eight ")
+FITTING = {  # the values of two machines: such as fit a verdict, and such as contradict it
+    **dict.fromkeys(claims.HOLDING, ([[8, 8], [8, None]], [[7, 7], [8, 7], [None, None], []])),
+    **dict.fromkeys(
+        ("not true", "not true as printed", "outdated", "different setup"),
+        ([[7, 6], [None, 7]], [[8, 8], [7, 8], [None, None], []]),
+    ),
+    "depends on hardware": ([[8, 7], [7, None]], [["inf", 7], [True, 8], [None, None], []]),
+    "not measurable here": ([[None, None], []], [[None, 7], [8, 8]]),
+}
+
+
+@pytest.mark.parametrize("verdict", [*VERDICTS, "checked"])
+def test_a_verdict_stands_only_beside_values_that_fit(verdict):
+    for answers, wrong in zip(FITTING[verdict], (False, True), strict=True):
+        for values in answers:
+            measured = {f"machine {i}": {"value": value} for i, value in enumerate(values)}
+            sentence = claim(verdict=verdict).contradiction(measured)
+            assert bool(sentence) == wrong, (verdict, values, sentence)
+
+
+WHY = {"because": "It is so."}
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"verdict": "true"}, "eight.verdict: 'true' is not one of ['reproduced', 'not true',"),
-        ({"verdict": "not true"}, "eight: 'truth' is a required property."),
-        ({"verdict": "depends on hardware"}, "eight: 'depends_on' is a required property."),
+        ({"verdict": "true"}, "eight.verdict: 'true' is not one of ['reproduced', 'computed',"),
+        *(
+            ({"verdict": verdict}, "eight: 'because' is a required property.")
+            for verdict in VERDICTS
+            if verdict != "reproduced"
+        ),
+        ({"verdict": "outdated", **WHY}, "eight: 'until' is a required property."),
+        ({"until": "torch 1.9"}, "eight: "),
+        ({"verdict": "depends on hardware", "expected": True, **WHY}, "True is not of type"),
         ({"compare": "close"}, "eight: 'tolerance' is a required property."),
         ({"tolerance": 0.1}, "eight.compare: 'close' was expected."),
-        ({"publisher": "me"}, "eight: Additional properties are not allowed ('publisher'"),
+        ({"compare": "at least", "expected": "8"}, "eight.expected: '8' is not of type"),
+        ({"publisher": "me"}, "eight: Unevaluated properties are not allowed ('publisher'"),
         ({"cell": "eight"}, "eight.cell: 'eight' does not match '^claim:"),
-        ({"source": "hearsay"}, "claims.toml, eight: 'hearsay' is not among [sources]."),
+        ({"source": "hearsay"}, "claims.toml, eight: 'hearsay' is not in [sources]."),
+        ({"question": "why"}, "claims.toml, eight: 'why' is not in [questions]."),
+        ({"where": ""}, "eight.where: "),
+        *(
+            ({field: None}, f"eight: {field!r} is a required property.")
+            for field in ("source", "where", "says", "seen", "question", "number")
+        ),
+        ({"cell": None}, "eight: 'cell' is a dependency of"),
+        (dict.fromkeys(("lesson", "cell", "measure")), "eight: 'measure' is a required property."),
     ],
 )
 def test_an_entry_that_is_incomplete_is_refused(changes, sentence, course):
+    entry = {key: value for key, value in {**ENTRY, **changes}.items() if value is not None}
     with pytest.raises(CourseError) as caught:
-        claims.read(course({"eight": {**ENTRY, **changes}}) / "notebooks")
+        claims.read(course({"eight": entry}) / "notebooks")
     assert sentence in str(caught.value)
+
+
+def test_what_no_machine_here_can_measure_needs_no_cell(course):
+    entry = {**ENTRY, "verdict": "not measurable here", "because": "No GPU."}
+    entry = {key: value for key, value in entry.items() if key not in ("lesson", "cell", "measure")}
+    root = course({"eight": entry})
+    assert main(["--root", str(root), "claims", "--render"]) == 0
+    text = (root / "notebooks" / "claims.md").read_text()
+    assert "| – | It is 8. | A paper, table 1 | 8 | not measurable here: No GPU. |" in text
+
+
+def test_a_check_has_a_basis_and_no_verdict(course):
+    with pytest.raises(CourseError, match="eight: 'basis' is a required property"):
+        text = toml({"eight": CHECK})
+        root = course({})
+        (root / "notebooks" / "claims.toml").write_text(text.replace("basis", "verdict"))
+        claims.read(root / "notebooks")
 
 
 @pytest.mark.parametrize("name", ["01_float_formats.ipynb", "claims.toml", "measured.json"])

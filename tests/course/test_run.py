@@ -87,6 +87,7 @@ def test_parameters_reach_the_lesson_and_a_line_says_how_it_went(course, call):
     assert re.fullmatch(r"01_float_formats: done after \d+\.\d s\n", out)
 
 
+@pytest.mark.full
 def test_a_failure_does_not_stop_the_rest_and_never_looks_finished(course, call, monkeypatch):
     monkeypatch.chdir(course / "notebooks")  # any folder will do
     (course / "runs").mkdir()

@@ -47,6 +47,16 @@ def test_curves_hold_the_values_and_leave_gaps_for_infinities(drawn):
     )
 
 
+def test_curves_stand_at_their_x_and_what_is_in_dots_is_not_joined(drawn):
+    data = {"seen": [5.0, 7.0], "fitted": [6.0, 6.0]}
+    words = {"title": "t", "xlabel": "x", "ylabel": "y", "alt": "a", "log": False}
+    plots.curves(data, x=[-10.0, 10.0], dots=["seen"], **words)
+    seen, fitted = drawn[0][0].axes[0].lines[:2]
+    assert list(seen.get_xdata()) == list(fitted.get_xdata()) == [-10, 10]
+    assert (seen.get_linestyle(), seen.get_marker()) == ("None", ".")
+    assert fitted.get_linestyle() != "None" and fitted.get_marker() == "None"
+
+
 def test_each_curve_is_named_in_the_margin_where_it_ends_and_no_two_names_overlap(drawn):
     falling, rising = [1.0, 0.5, 0.01], [0.01, 0.5, 1.0]
     ends = {"fp32": falling, "bf16": falling, "up": rising, "high": [1.0], "gone": [math.nan]}
@@ -93,23 +103,26 @@ def test_range_bars_end_at_the_largest_value(drawn):
     assert subnormal.get_x() == -24
 
 
-def test_spacing_is_the_ulp(drawn):
-    plots.spacing([FP16], title="t", alt="a")
-    line = drawn[0][0].axes[0].lines[0]
-    for exponent, step in zip(line.get_xdata(), line.get_ydata(), strict=True):
-        assert step == max(math.floor(exponent), -14) - 10
+def test_the_number_line_has_a_stroke_for_each_number(drawn):
+    plots.number_line({"a": [1, 2.5], "b": [4]}, ticks=[1, 2, 4], title="t", alt="a")
+    axes = drawn[0][0].axes[0]
+    strokes = [[segment[0, 0] for segment in row.get_segments()] for row in axes.collections]
+    assert strokes == [[1, 2.5], [4]]
+    assert [t.get_text() for t in axes.get_xticklabels()] == ["1", "2", "4"]
 
 
-def test_the_strip_names_each_op_and_its_dtype(drawn):
-    plots.dtype_strip(
-        [("linear", "bf16", "bf16", True), ("mse_loss", "fp32", "fp32", False)], title="t", alt="a"
-    )
-    texts = [t.get_text() for t in drawn[0][0].axes[0].texts]
-    assert "linear" in texts and "fp32" in texts and any("cast" in t for t in texts)
+def test_the_strip_names_each_op_and_dtype_and_marks_what_differs(drawn):
+    columns = {"CPU": ["bf16", "bf16"], "CUDA": ["bf16", "fp32"]}
+    plots.dtype_strip(["linear", "softmax"], columns, title="t", alt="a")
+    texts = {t.get_text(): t.get_position()[1] for t in drawn[0][0].axes[0].texts}
+    assert {"linear", "softmax", "CPU", "CUDA", "bf16", "fp32"} < set(texts)
+    assert texts["← differ"] == texts["softmax"]
 
 
-def test_the_scale_history_marks_skipped_steps(drawn):
-    plots.scale_history([4.0, 4.0, 2.0], [False, True, False], title="t", alt="a")
-    line, marks = drawn[0][0].axes[0].lines
+def test_the_scale_history_marks_skipped_steps_and_draws_errors_beneath(drawn):
+    skipped, errors = [False, True, False], {"one": [3.0, 2.0, 1.0], "two": [3.0, 3.0, 3.0]}
+    plots.scale_history([4.0, 4.0, 2.0], skipped, errors, title="t", alt="a")
+    (line, marks), beneath = drawn[0][0].axes[0].lines, drawn[0][0].axes[1].lines
+    assert [list(curve.get_ydata()) for curve in beneath[:2]] == list(errors.values())
     assert list(line.get_ydata()) == [4.0, 4.0, 2.0]
     assert list(marks.get_xdata()) == [2]

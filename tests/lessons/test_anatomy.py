@@ -25,7 +25,10 @@ EXERCISE = "### Exercise {} · A title (●○○, 5 min)\nDo it."
 HINT = "<details><summary>Hint</summary>\n\nThink.\n</details>"
 ANSWER = "<details><summary>Answer</summary>\n\nTwo.\n</details>"
 RECAP = "## Recap\n1. **One**: `1`.\n2. **Two**: `2`.\n3. **Three**: `3`."
-STUB, SOLUTION = "def f():\n    raise NotImplementedError", "def f():\n    return 1\n\n\ncheck_f()"
+STUB = "def f():\n    raise NotImplementedError"
+SOLUTION = "# One way to do it\ndef f():\n    return 1\n\n\ncheck_f()"
+GUESS = "guess = None  # a whole number"
+UNGUESSED = "✎ make your guess first\n"
 
 
 def text(source, *tags):
@@ -68,10 +71,12 @@ def good(tmp_path):
         ),
         text("Begin. " + "word " * 900),
         text("**Predict.** What is 1 + 1?", "predict"),
-        code("print(1 + 1)", "2\n"),
+        code(GUESS, "", "guess"),
+        code("lesson.predict(guess, 1 + 1)\nprint(1 + 1)", UNGUESSED + "2\n"),
         text(ANSWER),
         text("**Predict.** And 2 + 2?", "predict"),
-        code("print(2 + 2)", "4\n"),
+        code(GUESS, "", "guess"),
+        code("lesson.predict(guess, 2 + 2)\nprint(2 + 2)", UNGUESSED + "4\n"),
         text(ANSWER),
         text(
             "![a picture that is described](../imgs/here.svg) and [a link](01_float_formats.ipynb)"
@@ -132,37 +137,43 @@ FAULTS = {
         replace(2, "steps=lesson.whole(1, 9)", ""),
         replace(2, "choose_device(device)", "device"),
     ],
-    "predictions_are_asked_and_answered": [
-        replace(9, "Answer", "Reply"),
+    "predictions_are_committed_and_answered": [
+        replace(5, "None", "2"),
+        replace(5, "  # a whole number", ""),
+        lambda nb: nb.cells[9].metadata.update(tags=[]),
+        replace(10, "(guess", "(None"),
+        replace(11, "Answer", "Reply"),
         replace(4, "**Predict.**", "Guess:"),
         lambda nb: nb.cells[4].metadata.update(tags=[]),
     ],
     "exercises_have_their_shape": [
-        lambda nb: nb.cells[15].metadata.pop("jupyter"),
-        replace(11, "(●○○, 5 min)", ""),
-        replace(12, "raise NotImplementedError", "return 1"),
-        output(13, new_output("stream", text="✓ correct\n")),
-        output(15, new_output("stream", text="✗ not yet\n")),
-        lambda nb: nb.cells[13].metadata.update(tags=[]),
+        lambda nb: nb.cells[17].metadata.pop("jupyter"),
+        replace(17, "# One way to do it\n", ""),
+        replace(13, "(●○○, 5 min)", ""),
+        replace(14, "raise NotImplementedError", "return 1"),
+        output(15, new_output("stream", text="✓ correct\n")),
+        output(17, new_output("stream", text="✗ not yet\n")),
+        lambda nb: nb.cells[15].metadata.update(tags=[]),
     ],
+    "numbers_rather_than_booleans": [output(6, new_output("stream", text="near: True\n"))],
     "recap_answers_every_objective": [
-        replace(21, "\n3. **Three**: `3`.", ""),
-        replace(21, "`3`", "three"),
+        replace(23, "\n3. **Three**: `3`.", ""),
+        replace(23, "`3`", "three"),
     ],
-    "navigation_is_up_to_date": [replace(22, "Contents", "Index")],
+    "navigation_is_up_to_date": [replace(24, "Contents", "Index")],
     "pictures_have_alt_text_and_are_local": [
-        replace(10, "a picture that is described", ""),
-        replace(10, "../imgs/here.svg", "https://example.org/picture.svg"),
+        replace(12, "a picture that is described", ""),
+        replace(12, "../imgs/here.svg", "https://example.org/picture.svg"),
         say('<img src="x.png">'),
-        output(5, FIGURE),
+        output(6, FIGURE),
     ],
-    "links_lead_somewhere": [replace(10, "(01_float_formats.ipynb)", "(99_not_written.ipynb)")],
+    "links_lead_somewhere": [replace(12, "(01_float_formats.ipynb)", "(99_not_written.ipynb)")],
     "code_cells_are_short": [
-        replace(5, "print(1 + 1)", "print(1 + 1)\n" + "x = 1\n" * 30),
+        replace(6, "print(1 + 1)", "print(1 + 1)\n" + "x = 1\n" * 30),
         lambda nb: [
             cell.update(source=cell.source + "\nx = 1" * 9)
             for cell in nb.cells[2:]
-            if "outputs" in cell
+            if "outputs" in cell and "guess" not in cell.metadata.tags
         ],
     ],
     "words_are_enough_and_not_too_many": [
@@ -170,13 +181,13 @@ FAULTS = {
         replace(3, "word ", "word " * 3),
     ],
     "executed_from_top_to_bottom": [
-        lambda nb: nb.cells[5].update(execution_count=7),
-        lambda nb: nb.cells[5].update(execution_count=None),
+        lambda nb: nb.cells[6].update(execution_count=7),
+        lambda nb: nb.cells[6].update(execution_count=None),
     ],
     "nothing_failed_or_warned": [output(2, ERROR), output(2, STDERR)],
     "outputs_are_stored": [
-        output(5, None),
-        lambda nb: nb.cells[5].update(source="lesson.predict(None, 2)", outputs=[]),
+        output(6, None),
+        lambda nb: nb.cells[6].update(source="lesson.predict(guess, 2)", outputs=[]),
     ],
     "no_old_names": [
         say("torch.cuda.amp.autocast"),
@@ -185,24 +196,24 @@ FAULTS = {
     ],
     "kernel_is_python3": [lambda nb: nb.metadata.kernelspec.update(name="my-kernel")],
     "few_outputs_are_ignored": [
-        lambda nb: [nb.cells[i].metadata.tags.append("nbval-ignore-output") for i in (2, 5, 8)],
-        lambda nb: nb.cells[5].metadata.tags.append("nbval-skip"),
+        lambda nb: [nb.cells[i].metadata.tags.append("nbval-ignore-output") for i in (2, 6, 10)],
+        lambda nb: nb.cells[6].metadata.tags.append("nbval-skip"),
     ],
     "no_commented_out_code": [
-        replace(5, "print(1 + 1)", "# loss.backward()\nprint(1 + 1)"),
-        replace(5, "print(1 + 1)", "# for x in xs:\nprint(1 + 1)"),
+        replace(6, "print(1 + 1)", "# loss.backward()\nprint(1 + 1)"),
+        replace(6, "print(1 + 1)", "# for x in xs:\nprint(1 + 1)"),
     ],
-    "loops_really_run": [replace(5, "print(1 + 1)", "for i in range(0):\n    f()\nprint(1 + 1)")],
+    "loops_really_run": [replace(6, "print(1 + 1)", "for i in range(0):\n    f()\nprint(1 + 1)")],
     "nothing_is_fetched": [
         replace(2, "device = ", "!pip install torch\ndevice = "),
         replace(2, "device = ", "torch.hub.load('a', 'b')\ndevice = "),
     ],
     "nothing_of_this_machine_is_stored": [
         replace(2, "device =", "import sys\nsys.path.append('..')\ndevice ="),
-        output(5, new_output("stream", text="saved in\n/home/ada/course\n")),
-        output(5, new_output("stream", text="<f at 0x7f3a5c01d2e0>\n")),
-        replace(5, "print(1 + 1)", r'open("C:\Users\ada.txt")'),
-        output(5, new_output("display_data", data={"text/html": "<a href='/tmp/x'>x</a>"})),
+        output(6, new_output("stream", text="saved in\n/home/ada/course\n")),
+        output(6, new_output("stream", text="<f at 0x7f3a5c01d2e0>\n")),
+        replace(6, "print(1 + 1)", r'open("C:\Users\ada.txt")'),
+        output(6, new_output("display_data", data={"text/html": "<a href='/tmp/x'>x</a>"})),
     ],
 }
 

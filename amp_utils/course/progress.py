@@ -1,0 +1,45 @@
+"""Your own progress as a table: exercises solved, predictions right, and those that were wrong."""
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from amp_utils.course import notebook
+from amp_utils.progress import load
+
+
+def question(cell: notebook.Cell) -> str:
+    """The first line of a prediction, without its mark."""
+    return cell.source.splitlines()[0].removeprefix("**Predict.**").strip()
+
+
+@click.command(help="Show which predictions were right and which exercises are solved.")
+@click.pass_obj
+def command(root: Path) -> None:
+    verdicts, wrong, following = load(root / "progress.json"), [], None
+    table = Table("lesson", "exercises", "right guesses", box=None, pad_edge=False)
+    for path in notebook.lessons(root / "notebooks"):
+        number, cells = path.stem.split("_")[0], notebook.cells(path)
+        asked = {
+            f"{number}/predict{i}": question(cell)
+            for i, cell in enumerate((cell for cell in cells if "predict" in cell.tags), 1)
+        }
+        tasks = [
+            f"{number}/ex{i + 1}" for i in range(sum("exercise" in cell.tags for cell in cells))
+        ]
+        solved = sum(verdicts.get(task) == "correct" for task in tasks)
+        right = sum(verdicts.get(place) == "right" for place in asked)
+        wrong += [(path, asked[place]) for place in asked if verdicts.get(place) == "wrong"]
+        if solved < len(tasks) and following is None:
+            following = path
+        table.add_row(path.stem, f"{solved} of {len(tasks)}", f"{right} of {len(asked)}")
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    if wrong:
+        console.print("\nPredictions that were wrong; the lesson says why:")
+    for path, text in wrong:
+        console.print(f"  notebooks/{path.name}: {text}")
+    done = "Every exercise is solved." if following is None else f"Next: notebooks/{following.name}"
+    console.print(f"\n{done}")
