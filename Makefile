@@ -14,7 +14,7 @@ UNITS := $(ON_CPU) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests amp_util
 WORKERS := $(if $(filter 1,$(THREADS)),-n 2 --dist loadscope,-n 0)
 
 .DEFAULT_GOAL := help
-.PHONY: help lab run sweep save test test-all validate progress claims handout slides bench lint format clean ready
+.PHONY: help lab run sweep save test test-all validate progress claims handout slides bench gpu lint format clean ready
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -68,6 +68,9 @@ slides: ready  ## open a lesson as a presentation, without a network (NB=06; BRO
 
 bench: ready  ## measure gains and overheads, as ratios (ARGS="recipe loop": some of them, P="--device cuda")
 	@$(BIN)/python -m amp_utils.course bench $(P) $(ARGS)
+
+gpu: ready  ## run every lesson, benchmark and claim on a GPU (DEVICE=cpu: rehearse; P="--minutes 20")
+	@$(BIN)/python -m amp_utils.course gpu --device $(or $(DEVICE),cuda) $(P) $(NB)
 
 lint: ready  ## check code and notebooks with ruff
 	$(BIN)/ruff check .

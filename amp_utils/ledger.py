@@ -16,7 +16,7 @@ import functools
 import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +125,28 @@ def policy(
         if any(made is sought for _, made in on - off):
             return answer
     return "promote" if (low, fp32) in casts and casts != own_casts else "passthrough"
+
+
+def on_cuda(
+    model: torch.nn.Module,
+    *inputs: torch.Tensor,
+    dtype: torch.dtype = torch.float16,
+    region: AbstractContextManager | None = None,
+) -> list[Row]:
+    """What `record` would show of ``model(*inputs)`` under CUDA's autocast, without a GPU.
+
+    The model runs without autograd on tensors that have no data, in `region` instead if one is
+    given. Rows tell what autocast decides (`inputs`, `casts`, `output`); which kernel a GPU would
+    choose, and its `ran_in`, they cannot know. Raises what the model raises on such tensors.
+    """
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad(), _fake_cuda():
+        state, inputs = tree_map(
+            lambda t: torch.empty(t.shape, dtype=t.dtype, device="cuda"), (state, inputs)
+        )
+        with region or _region("cuda", dtype, True), record() as rows:
+            torch.func.functional_call(model, state, inputs)
+    return rows
 
 
 class _Kernels(Transparent):
@@ -245,24 +267,37 @@ def _observe(op, args, kwargs, device, low, dtypes, enabled) -> tuple[set, list,
     calls = _Calls()
     # Autograd on fake CUDA tensors ends the process in a CPU build of torch.
     calls.autograd = device == "cpu"
-    region = torch.autocast(device, low, enabled=False)
-    region._enabled = enabled  # torch.autocast refuses "cuda" where there is no GPU
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), ExitStack() as stack:
-        if device == "cuda":
-            from torch._subclasses import fake_tensor  # slow to import
-
-            stack.enter_context(fake_tensor.FakeTensorMode())
-            # It logs a traceback for each op that fails; here a failure is an answer.
-            stack.callback(setattr, fake_tensor.log, "disabled", fake_tensor.log.disabled)
-            fake_tensor.log.disabled = True
+    place = _fake_cuda() if device == "cuda" else nullcontext()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), place:
         try:
             args, kwargs = tree_map(fresh, (args, kwargs))
-            with region, calls.kernels.block(), calls:
+            with _region(device, low, enabled), calls.kernels.block(), calls:
                 output = _floats(op(*args, **kwargs))
         except Exception as error:  # whatever the op raises means the same: it cannot run here
             return set(), [], f"{type(error).__name__}: {error}"
     made = {("ran in", dtype) for dtype in calls.ran_in} | {("output", dtype) for dtype in output}
     return made, calls.casts, ""
+
+
+@contextmanager
+def _fake_cuda() -> Iterator[None]:
+    """Tensors made on "cuda" inside have no data."""
+    from torch._subclasses import fake_tensor  # slow to import
+
+    # It logs a traceback for each op that fails; here a failure is an answer.
+    logged, fake_tensor.log.disabled = fake_tensor.log.disabled, True
+    try:
+        with fake_tensor.FakeTensorMode():
+            yield
+    finally:
+        fake_tensor.log.disabled = logged
+
+
+def _region(device: str, dtype: torch.dtype, enabled: bool) -> torch.autocast:
+    """An autocast region; torch.autocast refuses "cuda" where there is no GPU."""
+    region = torch.autocast(device, dtype, enabled=False)
+    region._enabled = enabled
+    return region
 
 
 def _floats(tree: Any) -> tuple[torch.dtype, ...]:

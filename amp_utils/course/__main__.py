@@ -18,6 +18,7 @@ COMMANDS = {
     "progress": "show which predictions were right and which exercises are solved",
     "handout": "build what a class gets: notebooks and offline pages",
     "slides": "show a lesson as a presentation",
+    "gpu": "run everything on a GPU, without Jupyter; adopt what it measured",
     "bench": "measure gains and overheads as ratios",
 }
 

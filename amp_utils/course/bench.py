@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_utils import models
-from amp_utils.course import ROOT, CourseError, notebook, write_whole
+from amp_utils.course import ROOT, CourseError, notebook, rungs, write_whole
 from amp_utils.device import choose_device, describe
 from amp_utils.ledger import record
 from amp_utils.scaler import FlightRecorder
@@ -53,7 +53,10 @@ class Steps:
         self.inputs, self.targets = batch
         self.net, device = net.to(self.inputs.device), self.inputs.device.type
         self.optimizer = kind(self.net.parameters(), lr=1e-3)
-        self.scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+        self.dtype, self.scaler = (
+            dtype,
+            torch.amp.GradScaler(device, enabled=dtype == torch.float16),
+        )
         self.autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
 
     def gradients(self) -> None:
@@ -243,13 +246,55 @@ class Bench:
         taken = self.time(runs, **how)
         step, products, *_ = halves(taken)
         gain = self.result(f"{name}: gain by parts / gain", gain_by_parts, taken, **limits)
+        share = self.result(
+            f"{name}: gain of the step / of its products",
+            lambda a, b, c, d: a / b / (c / d),
+            [*step, *products],
+            **({} if self.on_cpu else {"bar": math.inf, "floor": 0.9}),
+        )
         seconds = [median(getattr(timing, CLOCKS[gain.clock])) for timing in taken]
         self.tables.append(table(name, seconds, median(gain.values)))
         products = self.result(f"{name}: its products, fp32 / 16 bits", truediv, products)
-        return [self.result(f"{name}: step, fp32 / 16 bits", truediv, step), products, gain]
+        return [self.result(f"{name}: step, fp32 / 16 bits", truediv, step), products, share, gain]
 
     def large(self) -> list[Result]:
         return self.recipe(2048 if self.on_cpu else 4096, 512, warmup=0, patience=30)
+
+    def precisions(self) -> list[Result]:
+        """Steps and products in every precision, compiled and as a CUDA graph, against peaks."""
+        width, batch = (256, 128) if self.on_cpu else (4096, 512)
+        names, device, low = rungs.names(self.device), self.device, self.low
+        steps = {
+            name: self.perceptron(rungs.DTYPES.get(name, torch.float32), width, batch)
+            for name in names
+            if name != "fp8"
+        }
+        runs: dict[str, Run] = {name: step.train for name, step in steps.items()}
+        if "tf32" in runs:
+            runs["tf32"] = partial(rungs.in_tf32, runs["tf32"])
+        compiled = self.perceptron(low, width, batch)
+        compiled.net.compile()
+        runs["bf16 compiled" if self.on_cpu else "fp16 compiled"] = compiled.train
+        if "bf16" in runs and not self.on_cpu:
+            one = self.perceptron(torch.bfloat16, width, batch)
+            whole = one.inputs, one.targets
+            runs["bf16 as a CUDA graph"] = rungs.graphed(one.net, one.optimizer, whole, one.dtype)
+        products = {name: rungs.product(name, batch, width, device) for name in names}
+        odd = f"{names[-1 if self.on_cpu else names.index('fp16')]} of width {width + 1}"
+        products[odd] = rungs.product(odd.split()[0], batch, width + 1, device)
+        results = []
+        for title, kinds, flops in (
+            ("step of the recipe", runs, 16 * batch * width**2),
+            ("product", products, 2 * batch * width**2),
+        ):
+            taken = dict(zip(kinds, self.time([*kinds.values()], warmup=3), strict=True))
+            self.tables.append(rungs.table(f"{title} {width}/{batch}", taken, flops, device))
+            others = [name for name in kinds if name != "fp32"]
+            results += [
+                self.result(f"{title}: fp32 / {name}", truediv, [taken["fp32"], taken[name]])
+                for name in others
+            ]
+        return results
 
     def checkerboard(self) -> list[Result]:
         side = 40 if self.on_cpu else 512
@@ -304,7 +349,7 @@ class Bench:
 
 POSITIVE = click.FloatRange(0, min_open=True)
 SWEEPS = ["sweep", "points"]
-OTHERS = "recipe large checkerboard loop recorder ledger imports steps pixels".split()
+OTHERS = "recipe large precisions checkerboard loop recorder ledger imports steps pixels".split()
 PAIRS = {name: getattr(Bench, name) for name in OTHERS + SWEEPS}
 
 
@@ -316,7 +361,8 @@ PAIRS = {name: getattr(Bench, name) for name in OTHERS + SWEEPS}
 @click.pass_obj
 def command(root: Path, pairs: Sequence[str], device: str, repeats: int, patience: float) -> int:
     device = choose_device(device)
-    chosen = list(pairs or PAIRS)
+    usual = [name for name in PAIRS if name != "precisions" or device.type == "cuda"]
+    chosen = list(pairs or usual)
     if any(find_spec(name) is None for name in ("papermill", "joblib")) or os.cpu_count() < 2:
         print("Sweeps are not measured: that needs papermill, joblib and two cores.")
         chosen = [name for name in chosen if name not in SWEEPS]

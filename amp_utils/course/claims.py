@@ -5,7 +5,7 @@ import ast
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from amp_utils.device import choose_device, describe
 
 SCHEMA = Path(__file__).parent / "templates" / "claims.schema.json"
 # An expression, so that the lesson's names and history stay as they are.
-EVALUATE = "__import__('amp_utils.course.claims').course.claims.evaluate(lambda raised: ({}))"
+EVALUATE = "__import__('amp_utils.course.cells').course.cells.evaluate(lambda raised: ({}))"
 HOLDING = ("reproduced", "computed", "consistent with", "checked")
 
 
@@ -126,20 +126,6 @@ def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list
     except (CellExecutionError, DeadKernelError) as error:
         failures.append(failure(lesson, error))
     return values, failures
-
-
-def evaluate(measure: Callable[[Callable], Any]) -> str:
-    """A claim's value as JSON. Runs in the lesson's kernel and leaves its random numbers alone."""
-
-    def raised(function: Callable[[], Any]) -> str:
-        try:
-            function()
-        except Exception as error:  # a claim may be about any error
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    with torch.random.fork_rng():
-        return json.dumps(measure(raised))
 
 
 def adopt(notebooks: Path, values: Mapping[str, Any], **origin: str) -> list[str]:

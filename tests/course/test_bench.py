@@ -147,7 +147,7 @@ def test_the_table_says_whether_the_parts_explain_the_step(gain, end):
 
 
 def test_a_recipe_gives_its_gain_that_of_its_products_and_its_parts(cpu):
-    step_gain, products, explained = cpu.recipe(8, 4)
+    step_gain, products, share, explained = cpu.recipe(8, 4)
     assert (explained.bar, explained.floor) == (1.1, 0.9) and step_gain.bar is None
     assert all(value > 0 for value in (*step_gain.values, *products.values))
     assert cpu.tables[0].startswith("\nrecipe 8/4")

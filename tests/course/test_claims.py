@@ -13,6 +13,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from amp_utils.course import CourseError, claims, notebook
 from amp_utils.course.__main__ import main
+from amp_utils.course.cells import evaluate
 from amp_utils.course.claims import Claim
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
@@ -240,7 +241,7 @@ def test_measuring_leaves_the_lessons_random_numbers_alone():
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    claims.evaluate(lambda raised: torch.rand(1).item())
+    evaluate(lambda raised: torch.rand(1).item())
     assert torch.rand(1) == expected
 
 

@@ -1,5 +1,6 @@
 """amp_utils.ledger against its oracles: torch's own lists, and unwatched runs."""
 
+import copy
 import importlib
 import json
 import os
@@ -326,6 +327,28 @@ def test_a_network_op_by_op(low):
         ledger.Row("linear", (low, FP32, FP32), low, low, (to_low,) * 2),
         ledger.Row("cross_entropy", (low,), FP32, FP32, (to_fp32,)),
     ]
+
+
+def test_a_model_under_the_rules_of_cuda_needs_no_gpu_and_stays_as_it_was():
+    class Normalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+        def forward(self, x):
+            return torch.softmax(self.norm(self.layer(x)), dim=-1)
+
+    model, x = Normalised().eval(), torch.randn(4, 8)
+    before, on = copy.deepcopy(model.state_dict()), torch.is_autocast_enabled("cuda")
+    found = {row.op: (row.output, row.casts) for row in ledger.on_cuda(model, x)}
+    assert found["linear"] == (torch.float16, ("float32→float16",) * 3)
+    assert found["softmax"][0] == torch.float32
+    bf16 = ledger.on_cuda(model, x, dtype=torch.bfloat16)
+    assert next(row for row in bf16 if row.op == "linear").output == torch.bfloat16
+    plain = ledger.on_cuda(model, x, region=nullcontext())
+    assert {row.output for row in plain} == {torch.float32}
+    torch.testing.assert_close(model.state_dict(), before)
+    assert torch.is_autocast_enabled("cuda") == on and model.layer.weight.device.type == "cpu"
 
 
 def test_adding_promotes_by_itself_and_multiplying_matrices_is_cast():

@@ -111,12 +111,12 @@ def test_the_number_line_has_a_stroke_for_each_number(drawn):
     assert [t.get_text() for t in axes.get_xticklabels()] == ["1", "2", "4"]
 
 
-def test_the_strip_names_each_op_and_its_dtype(drawn):
-    plots.dtype_strip(
-        [("linear", "bf16", "bf16", True), ("mse_loss", "fp32", "fp32", False)], title="t", alt="a"
-    )
-    texts = [t.get_text() for t in drawn[0][0].axes[0].texts]
-    assert "linear" in texts and "fp32" in texts and any("cast" in t for t in texts)
+def test_the_strip_names_each_op_and_dtype_and_marks_what_differs(drawn):
+    columns = {"CPU": ["bf16", "bf16"], "CUDA": ["bf16", "fp32"]}
+    plots.dtype_strip(["linear", "softmax"], columns, title="t", alt="a")
+    texts = {t.get_text(): t.get_position()[1] for t in drawn[0][0].axes[0].texts}
+    assert {"linear", "softmax", "CPU", "CUDA", "bf16", "fp32"} < set(texts)
+    assert texts["← differ"] == texts["softmax"]
 
 
 def test_the_scale_history_marks_skipped_steps_and_draws_errors_beneath(drawn):

@@ -2,42 +2,102 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from support.each import each
+from torch import nn
 
+from amp_utils import ledger
 from amp_utils.course.notebook import load
 
-CPU = torch.device("cpu")
+LOW, WIDE = "lower_precision", "fp32"
+RULES = {
+    "linear": LOW,
+    "matmul": LOW,
+    "scaled_dot_product_attention": LOW,
+    "cross_entropy": WIDE,
+    "mse_loss": WIDE,
+}
 
 
 @pytest.fixture(scope="module")
 def lesson():
-    return load("03", device=CPU, low=torch.bfloat16)
+    rules = {"cpu": RULES, "cuda": RULES | {"rms_norm": WIDE}}
+    return load("03", device=torch.device("cpu"), low=torch.bfloat16, steps=5, RULES=rules)
 
 
-def test_stable_softmax_multiplies_in_bf16_and_normalises_in_fp32(lesson):
-    inputs, weight = torch.randn(5, 8), torch.randn(8, 3)
-    expected = torch.softmax((inputs.bfloat16() @ weight.bfloat16()).float(), dim=1)
-    torch.testing.assert_close(lesson.stable_softmax(inputs, weight), expected)
+@pytest.fixture
+def block(lesson):
+    torch.manual_seed(0)
+    return lesson.Block(), torch.randint(32, (2, 8))
 
 
-def test_casts_are_counted(lesson):
-    block = torch.nn.Sequential(
-        torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2, bias=False)
+def dtypes(rows):
+    return [(row.op, row.ran_in, row.output) for row in rows]
+
+
+@each("dtype", [torch.bfloat16, torch.float16])
+def test_my_autocast_is_torchs_on_the_cpu_to_the_last_bit(lesson, block, dtype):
+    model, tokens = block
+    with torch.autocast("cpu", dtype=dtype), ledger.record() as theirs:
+        logits = model(tokens)
+    with lesson.my_autocast("cpu", dtype), ledger.record() as mine:
+        own = model(tokens)
+    assert torch.equal(own, logits)
+    assert dtypes(mine) == dtypes(theirs)
+
+    def losses(region):
+        torch.manual_seed(1)
+        return lesson.train(lesson.Block(), tokens, tokens.flatten(), region)
+
+    torchs = losses(torch.autocast("cpu", dtype=dtype))
+    assert losses(lesson.my_autocast("cpu", dtype)) == torchs and len({*torchs}) == 5
+
+
+def test_my_autocast_is_torchs_under_the_rules_of_cuda(lesson, block):
+    theirs = ledger.on_cuda(*block)
+    assert dtypes(ledger.on_cuda(*block, region=lesson.my_autocast("cuda", torch.float16))) == (
+        dtypes(theirs)
     )
-    assert lesson.casts(block, torch.ones(1, 2)) == 4
-    assert lesson.casts(block.bfloat16(), torch.ones(1, 2).bfloat16()) == 0
 
 
-def test_raised_names_what_cuda_runs_in_float32(lesson):
-    square = torch.rand(4, 4)
-    operations = {
-        "softmax": (torch.softmax, square, 1),
-        "mm": (torch.mm, square, square),
-        "exp": (torch.exp, square),
+def test_my_autocast_nests_and_spares_what_no_rule_names(lesson):
+    x, double, layer = torch.ones(2, 2), torch.ones(2, 2).double(), nn.Linear(2, 2)
+    with lesson.my_autocast("cpu", torch.float16):
+        assert (x @ x).dtype == torch.float16 and (x + x).dtype == torch.float32
+        assert (double @ double).dtype == torch.float64
+        with lesson.my_autocast("cpu", enabled=False):
+            assert (x @ x).dtype == torch.float32
+        with lesson.my_autocast("cpu", torch.bfloat16):
+            assert (x @ x).dtype == torch.bfloat16
+        with torch.no_grad():
+            layer(x)
+        layer(x).sum().backward()  # not with a copy made under no_grad
+    assert layer.weight.grad is not None and (x @ x).dtype == torch.float32
+
+
+def test_one_region_around_the_loop_repeats_the_first_loss(lesson):
+    torch.manual_seed(0)
+    x, labels, model = torch.randn(8, 8), torch.arange(8), nn.Linear(8, 8)
+    region = torch.autocast("cpu", dtype=torch.bfloat16)
+    assert len({*lesson.train(model, x, labels, torch.enable_grad(), region)}) == 1
+    assert len({*lesson.train(model, x, labels, region)}) == 5
+
+
+def test_angles_keep_positions_apart_in_any_region(lesson):
+    positions, frequencies = torch.arange(4096.0), torch.tensor([1.0, 0.1])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        angles = lesson.angles(positions, frequencies)
+    torch.testing.assert_close(angles, torch.outer(positions, frequencies))
+
+
+def test_the_mended_step_trains_outside_and_measures_in_a_new_region(lesson):
+    torch.manual_seed(0)
+    lesson.net, lesson.x, lesson.labels = nn.Linear(8, 8), torch.randn(8, 8), torch.arange(8)
+    lesson.optimizer = torch.optim.SGD(lesson.net.parameters(), lr=0.1)
+    before = F.cross_entropy(lesson.net(lesson.x), lesson.labels)
+    assert lesson.mended() < before
+    assert lesson.faults(lesson.mended) == []
+    assert {found.name for found in lesson.faults(lesson.step)} == {
+        "stale casts",
+        "backward inside autocast",
     }
-    assert lesson.raised(operations) == ["exp", "softmax"]
-
-
-def test_the_region_is_a_new_one_each_time(lesson):
-    with lesson.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-    assert lesson.autocast() is not lesson.autocast()

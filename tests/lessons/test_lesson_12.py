@@ -7,56 +7,80 @@ from support.each import each
 from amp_utils import models
 from amp_utils.course.notebook import load
 
+SIZE = 16
+
 
 @pytest.fixture
 def lesson():
-    given = {
-        "device": torch.device("cpu"),
-        "on_cpu": True,
-        "size": 16,
-        "width": 16,
-        "lr": 0.01,
-        "seed": 0,
-    }
-    pixels, target = models.pixel_grid(16), models.checkerboard(16)
-    return load("12", **given, pixels=pixels, target=target, steps=3)
+    given = {"device": torch.device("cpu"), "on_cpu": True, "size": SIZE, "width": 16, "lr": 0.01}
+    pixels = (models.pixel_grid(SIZE) + 1) / 2
+    board = models.checkerboard(SIZE)
+    return load("12", **given, seed=0, pixels=pixels, board=board, steps=3)
 
 
 @each("precision", ["fp32", "bf16", "fp16"])
-def test_painting_learns_in_every_precision(lesson, precision):
-    result = lesson.paint(precision, 40)
-    assert len(result["losses"]) == 40 and result["losses"][-1] < 0.7 * result["losses"][0]
-    assert result["seconds"] > 0 and len(result["log"]) == 40
-    assert all(parameter.dtype == torch.float32 for parameter in result["net"].parameters())
+def test_a_run_learns_and_keeps_every_loss_and_no_buffer(lesson, precision):
+    run = lesson.new_run(precision, 0)
+    for steps in (15, 25):
+        lesson.train(run, steps)
+    assert len(run.losses) == 40 and run.losses[-1] < 0.7 * run.losses[0]
+    assert all(type(loss) is float for loss in run.losses)
+    assert run.seconds > 0 and run.picture.dtype == torch.float32
+    assert all(parameter.dtype == torch.float32 for parameter in run.net.parameters())
 
 
-def test_every_precision_starts_from_the_same_weights(lesson):
-    (one, _), (two, _) = lesson.new_painter(), lesson.new_painter()
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+def test_training_in_pieces_is_training_in_one(lesson):
+    whole, pieces = lesson.new_run("fp16", 0), lesson.new_run("fp16", 0)
+    lesson.train(whole, 6)
+    lesson.train(pieces, 2)
+    lesson.train(pieces, 4)
+    assert whole.losses == pieces.losses
+
+
+def test_another_order_is_the_same_function(lesson):
+    straight, shuffled = lesson.start("fp32", 0), lesson.start("another order", 0)
+    assert not torch.equal(straight.inputs, shuffled.inputs)
+    for run in (straight, shuffled):
+        lesson.train(run, 1)
+    assert straight.losses[0] == pytest.approx(shuffled.losses[0], rel=1e-5)
+
+
+@each("init_scale", [2.0**16, 1000.0, 2.0**30])
+def test_your_own_amp_is_torchs_at_any_scale(lesson, init_scale):
+    theirs, mine = lesson.new_run("fp16", 0), lesson.new_run("fp16", 0)
+    theirs.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
+    mine.scaler = lesson.MyScaler(init_scale, growth_interval=3)
+    lesson.train(theirs, 20)
+    lesson.train_mine(mine, 20)
+    assert theirs.losses == mine.losses
+    assert theirs.scaler.get_scale() == mine.scaler.loss_scale.item()
+
+
+def test_the_error_is_taken_without_moving_an_average(lesson):
+    run = lesson.new_run("fp32", 0)
+    lesson.train(run, 20)
+    before = {name: value.clone() for name, value in run.net.state_dict().items()}
+    assert lesson.error(run, training=False) > 1.1 * lesson.error(run, training=True)
+    assert all(torch.equal(value, before[name]) for name, value in run.net.state_dict().items())
+
+
+def test_recalibrated_averages_are_those_of_the_batch(lesson):
+    run = lesson.new_run("bf16", 0)
+    lesson.train(run, 20)
+    lesson.recalibrate(run.net, run.inputs)
+    first = run.net[0](run.inputs)
+    torch.testing.assert_close(run.net[1].running_mean, first.mean(0))
+    torch.testing.assert_close(run.net[1].running_var, first.var(0))
+
+
+@each("n", [1, 5, 6])
+def test_chance_of_equal_differences_is_two_ways_in_all(lesson, n):
+    assert lesson.chance([0.1] * n) == lesson.chance([-0.1] * n) == 2 / 2**n
+    assert lesson.chance([0.1, -0.1] * n) == 1
 
 
 def test_accuracy_counts_pixels_on_the_right_side_of_grey(lesson):
-    assert lesson.pixel_accuracy(lesson.target * 0.2 + 0.4) == 1
-    assert lesson.pixel_accuracy(1 - lesson.target) == 0
-    half = lesson.target.clone()
-    half[:128] = 1 - half[:128]
+    assert lesson.pixel_accuracy(lesson.board * 0.2 + 0.4) == 1
+    half = lesson.board.clone()
+    half[: SIZE * SIZE // 2] = 1 - half[: SIZE * SIZE // 2]
     assert lesson.pixel_accuracy(half) == 0.5
-
-
-def test_a_picture_is_square_float32_and_on_the_cpu(lesson):
-    picture = lesson.as_picture(lesson.target.bfloat16())
-    assert picture.shape == (16, 16) and picture.dtype == torch.float32
-
-
-def test_the_amp_step_solution_clips_what_a_float32_step_clips(lesson):
-    inputs, targets = torch.randn(8, 2), torch.full((8, 1), 10.0)
-    nets = [torch.nn.Linear(2, 1) for _ in range(2)]
-    nets[1].load_state_dict(nets[0].state_dict())
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in nets]
-    lesson.amp_step(
-        nets[0], optimizers[0], torch.amp.GradScaler("cpu", init_scale=64.0), inputs, targets
-    )
-    torch.nn.functional.mse_loss(nets[1](inputs), targets).backward()
-    torch.nn.utils.clip_grad_norm_(nets[1].parameters(), 1.0)
-    optimizers[1].step()
-    torch.testing.assert_close(nets[0].weight, nets[1].weight, atol=2e-3, rtol=2e-3)
