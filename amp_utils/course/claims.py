@@ -139,7 +139,7 @@ def adopt(notebooks: Path, values: Mapping[str, Any], **origin: str) -> list[str
 def publish(notebooks: Path, measured: dict[str, dict]) -> list[str]:
     """Write measured.json, claims.md and claims.html; returns what contradicts its verdict."""
     ledger = read(notebooks)
-    known = {c.id: measured[c.id] for c in ledger.claims if c.id in measured}
+    known = {c.id: measured[c.id] for c in ledger.claims if c.measure and c.id in measured}
     lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in known.items())
     write_whole(notebooks / "measured.json", "{\n" + ",\n".join(lines) + "\n}\n")
     origins = [
