@@ -305,7 +305,7 @@ def test_a_falsified_value_is_contradicted(course, capsys):
     assert main(["--root", str(root), "claims", "--render"]) == 1
     sentence = "eight is said to be 'reproduced', but with 7 it does not hold (an old machine).\n"
     assert capsys.readouterr().err == sentence
-    assert 'class="CONTRADICTED"' in (root / "notebooks" / "claims.html").read_text()
+    assert '<tr id="eight" class=CONTRADICTED' in (root / "notebooks" / "claims.html").read_text()
 
 
 def test_ten_claims_are_the_most_surprising():
