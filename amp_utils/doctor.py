@@ -19,7 +19,8 @@ an `nn.ModuleList` of all.
 
 A finding rests on what was measured in these steps; what they did not show is not found. Compiled
 models run eagerly, what is not a `torch.optim.Optimizer` is not seen, under DDP every rank must
-call `examine`. `findings.toml` lists all that can be found, and what to change.
+call `examine`. `findings.toml` lists all that can be found: when, on what evidence, and what to
+change.
 """
 
 import html
@@ -29,11 +30,12 @@ import re
 import sys
 import tomllib
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,12 +48,16 @@ from torch.utils._pytree import tree_map_only
 
 from amp_utils import formats, gradients, timing
 from amp_utils.lesson import choice, validate, whole
-from amp_utils.watcher import NARROW, Log, Saved, Watcher
+from amp_utils.watcher import NARROW, Saved, Watcher
 
 CATALOGUE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text("utf-8"))
-MUCH = 0.01  # a share of lost values that is worth a word
+ADVICE = CATALOGUE.pop("advice")
+SEVERITIES = ("error", "warning", "note")
+COLUMNS = ("calls", "flops", "misaligned", "nbytes", "repeats")  # of the map
 SAMPLE = 2048  # values of a tensor that are looked at
 SHOWN = 8  # rows of a table that are printed; the JSON has all
+WORTH = 1e8  # FLOPs of a step whose speed is worth a finding
+LARGE = {"cpu": 256, "cuda": 4096}  # rows and columns of a product that fills matrix units
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Finding:
     name: str
     where: str
     evidence: dict[str, Any]
-    severity: str  # error, warning or note
+    severity: str  # one of SEVERITIES
     change: str
     lesson: str
 
@@ -133,53 +139,58 @@ def examine(
         precision=choice("fp16", "bf16", None),
     )
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    device, saved, wide = next(model.parameters()).device, Saved(model), _Ranges()
+    saved, values = Saved(model, scaler, *given), _Values()
+    seen, wide = Watcher(model, saved), Watcher(model, saved, values.look)
     weights = Counter(p.dtype for p in model.parameters()).most_common(1)[0][0]
+    plain = error32 = None
     try:
-        for known in [*given, *([] if scaler is None else [scaler])]:
-            saved.keep_object(known)
-        log, error = _run(step, Watcher(model, saved), steps)
+        error = seen.watch(step, steps)
         saved.restore()
-        plain = None
         with suppress(Exception):  # if only the unwatched step raises, its speed stays unknown
-            plain = error or timing.compare({"step": step}, max(3, steps), 0, device)["step"]
+            plain = error or timing.compare({"": step}, max(3, steps), 0, seen.device)[""]
         saved.restore()
-        log32, error32 = Log(), None
         if weights not in NARROW:
-            log32, error32 = _run(step, Watcher(model, saved, True, wide.look), 1)
+            error32 = wide.watch(step, 1)
     finally:
         saved.restore()
 
-    flops = Counter(dict.fromkeys(NARROW, 0))
-    for (*_, dtype), op in log.ops.items():
-        flops[dtype] += op.flops
-    used = max(NARROW, key=flops.get)
-    narrow = used if flops[used] else None
-    pure = weights in NARROW
-    report = Report("pure " * pure + formats.of(weights if pure else narrow or weights).name)
-    report.map, report.ranges, report.updates = _map(log), wide.rows(), _updates(log)
-    report.scale = wide.scale()
+    ops = {dtype: Counter() for dtype in [*NARROW, *(key[-1] for key in seen.ops)]}
+    for (*_, dtype), op in seen.ops.items():
+        ops[dtype].update(op)
+    everything, small = sum(ops.values(), Counter()), ops[torch.float16] + ops[torch.bfloat16]
+    used = max(NARROW, key=lambda dtype: ops[dtype]["flops"])
+    own, narrow = formats.of(weights).name, formats.of(used).name if small["flops"] else ""
+    pure, kind = own if weights in NARROW else "", formats.of(precision or narrow or "bf16")
+    report = Report(f"pure {own}" if pure else narrow or own)
+    report.map, report.ranges, report.scale = _map(seen), values.rows(), values.scale()
+    report.updates = [
+        {"by": by, "op": op, "dtype": str(dtype)[6:], "due": n["due"], "stay": n["stay"] / n["due"]}
+        for (by, op, dtype), n in seen.updates.items()
+        if n["due"]
+    ]
+    times = len(seen.seconds)
     report.summary = {
-        "share of FLOPs in 16 bits": sum(map(flops.get, NARROW)) / max(1, flops.total()),
-        "casts a step": sum(row["calls"] for row in report.map if "cast" in row["op"]),
-        "bytes of casts": sum(row["nbytes"] for row in report.map),
-        "casts of weights again": sum(row["repeats"] for row in report.map),
+        "share of FLOPs in 16 bits": small["flops"] / max(1, everything["flops"]),
+        "of them in sizes not multiples of 8": small["misaligned"] / max(1, small["flops"]),
+        "casts a step": everything["casts"] / times,
+        "bytes of casts": everything["nbytes"] / times,
+        "casts of weights again": everything["repeats"] / times,
     }
-    report.findings = list(_of_error(log, error, error32))
-    if narrow is None and not pure and (precision is not None or _scaled(log)):
-        report.findings.append(_finding("no products in 16 bits", "the step"))
-    others = (
-        *_of_values(log, log32, report.scale, narrow, scaler),
-        *_of_order(log),
-        *_of_optimizers(log, model, [] if error else given, report.updates),
-        *_of_speed(log),
-    )
-    told = {found.name for found in report.findings}
-    report.findings += [found for found in others if found.name not in told]
-    kind = formats.of(precision or narrow or torch.bfloat16)
-    if isinstance(plain, timing.Timing) and log.sample:
-        report.speed = _speed(log, plain, device, kind, narrow is not None)
-    report.advice = _advice(report, kind)
+    judged = bool(narrow) and everything["flops"] >= WORTH * times
+    if isinstance(plain, timing.Timing) and seen.sample:
+        report.speed = _speed(seen, plain, kind, bool(narrow), judged)
+
+    top = max((row["largest"] for row in report.ranges if row["kind"] == "activations"), default=0)
+    bf16 = max((row["bf16 loses"] + row["bf16 overflows"] for row in report.ranges), default=0)
+    lost, needed, allowed = report.scale.values() or (math.nan, 1.0, math.nan)
+    facts = vars(seen) | vars(report) | report.speed
+    facts |= {"narrow": narrow, "pure": pure, "format": kind.name, "asked": precision}
+    facts |= {"lost": lost, "needed": needed, "allowed": allowed, "largest": top}
+    facts |= {"fits": top <= formats.FP16.max and not needed > allowed, "bf16_loses": bf16}
+    facts |= {"gains": report.speed.get("high", 2) >= 1.1, "judged": judged and report.speed}
+    facts |= {"off": scaler is not None and not scaler.is_enabled(), "wild32": wide.wild}
+    facts |= {"optimizers": _optimizers(seen, model, given), "angles": seen.angles.values()}
+    report.findings, report.advice = _findings(facts, error, error32), _advice(facts)
     return report
 
 
@@ -187,41 +198,87 @@ def _has_parameters(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(True for _ in model.parameters())
 
 
-def _run(step: Callable, watcher: Watcher, steps: int) -> tuple[Log, Exception | None]:
-    """What was seen, and the exception that ended it."""
-    with watcher:
-        try:
-            for _ in range(steps):
-                watcher.begin()
-                step()
-        except Exception as error:  # a finding, whatever it is
-            return watcher.log, error
-    return watcher.log, None
+def _advice(facts: dict[str, Any]) -> str:
+    """Which precision, and the measured reasons, in the catalogue's words."""
+    what, *why = [rule["say"].format(**facts) for rule in ADVICE if eval(rule["when"], facts)]
+    return f"{what}: {'; '.join(why)}."
 
 
-def _finding(name: str, where: str, severity: str = "", **evidence: Any) -> Finding:
-    entry = CATALOGUE[name]
-    told = {key.replace("_", " "): value for key, value in evidence.items()}
-    severity = severity or entry["severity"]
-    return Finding(name, where, told, severity, entry["change"], entry["lesson"])
+def _findings(
+    facts: dict[str, Any], error: Exception | None, error32: Exception | None
+) -> list[Finding]:
+    """What of the catalogue is the case, once in each place, the worst first."""
+    found: dict[tuple[str, str], Finding] = {}
+    worst = {column: max(facts["map"], key=itemgetter(column), default={}) for column in COLUMNS}
+    facts |= {"finished": error is None, "worst": worst}
+    facts["trace"], raised = "".join(letter for letter, _ in facts["trace"]), ""
+
+    def add(name: str, where: str, evidence: dict[str, Any], severity: str = "") -> None:
+        rule = CATALOGUE[name]
+        words = severity or rule["severity"], rule["change"], rule["lesson"]
+        found.setdefault((name, where), Finding(name, where, evidence, *words))
+
+    if error is not None:
+        said = str(error).strip()
+        known = (n for n, rule in CATALOGUE.items() if re.search(rule.get("raised", "(?!)"), said))
+        raised = "the step raised" if error32 else next(known, "the step raised")
+        evidence = {type(error).__name__: said.partition("\n")[0][:120]}
+        add(raised, f"call {len(facts['seconds'])} of the step", evidence)
+    for name, rule in CATALOGUE.items():
+        for row in facts[rule["each"]] if "each" in rule else [{}]:
+            known = facts | row
+            known["times"] = lambda pattern, trace=known["trace"]: len(re.findall(pattern, trace))
+            known["found"] = name != raised and eval(rule.get("when", "False"), known)
+            if known["found"]:
+                evidence = {k: eval(fact, known) for k, fact in rule.get("evidence", {}).items()}
+                severity = "warning" if eval(rule.get("mild", "False"), known) else ""
+                add(name, rule["where"].format(**known), evidence, severity)
+    return sorted(found.values(), key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-class _Ranges:
+def _optimizers(seen: Watcher, model: nn.Module, given: list[Optimizer]) -> list[dict[str, Any]]:
+    """A row per optimizer: what it holds, and what happened to that."""
+    rows, own = [], {id(p) for p in model.parameters()}
+    steppers = [who for _, who in seen.trace if isinstance(who, Optimizer)]
+    for optimizer in dict.fromkeys([*given, *steppers]):
+        held, eps = _weights(optimizer), optimizer.defaults.get("eps") or math.inf
+        dead = [d for d in {*held.values()} & {*NARROW} if torch.tensor(eps).to(d) == 0]
+        trace = [x for x, who in seen.trace if who is None or _weights(who).keys() & held.keys()]
+        row = {"optimizer": type(optimizer).__name__, "trace": "".join(trace), "eps": eps}
+        row |= {"dead": formats.of(dead[0]).name if dead else "", "foreign": own.isdisjoint(held)}
+        rows.append(row | {"steps": not {*"SoO"}.isdisjoint(trace)})
+    return rows
+
+
+def _weights(who: Any) -> dict[int, torch.dtype]:
+    """The dtypes of an optimizer's weights, of those of a scheduler's optimizer, of a weight."""
+    groups = getattr(getattr(who, "optimizer", who), "param_groups", [{"params": [who]}])
+    return {id(p): p.dtype for group in groups for p in group["params"]}
+
+
+def _map(seen: Watcher) -> list[dict[str, Any]]:
+    """A row per module, phase, op and dtype, a step; the most FLOPs come first."""
+    rows = []
+    for (module, phase, name, dtype), op in seen.ops.items():
+        row = {"module": module, "phase": phase, "op": name, "dtype": str(dtype)[6:]}
+        rows.append(row | {column: op[column] // len(seen.seconds) for column in COLUMNS})
+    return sorted(rows, key=lambda row: (-row["flops"], -row["nbytes"]))
+
+
+class _Values:
     """A sample of the values in a float32 run, by module and kind, and their largest."""
 
     def __init__(self) -> None:
-        self.samples: dict[tuple[str, str], list[Tensor]] = {}
-        self.largest: dict[tuple[str, str], float] = {}
+        self.samples: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
+        self.largest: Counter[tuple[str, str]] = Counter()
 
     def look(self, module: str, kind: str, tensor: Tensor) -> None:
         """Take in a tensor."""
-        key, values = (module or "model", kind), tensor.detach().flatten()
+        key, values = (module or "model", kind), tensor.detach().to_dense().flatten()
         if len(values):
-            sample = values[:: -(-len(values) // SAMPLE)].clone()
-            self.samples.setdefault(key, []).append(sample)
-            self.largest[key] = max(
-                self.largest.get(key, 0.0), values.abs().nan_to_num(math.inf).max().item()
-            )
+            self.samples[key].append(values[:: -(-len(values) // SAMPLE)].clone())
+            largest = values.abs().nan_to_num(math.inf, math.inf).max().item()
+            self.largest[key] = max(self.largest[key], largest)
 
     def rows(self) -> list[dict[str, Any]]:
         """A row per module and kind; those that fp16 would hurt most come first."""
@@ -231,182 +288,72 @@ class _Ranges:
             for name in ("fp16", "bf16"):
                 row[f"{name} loses"] = gradients.lost(values, name)
                 row[f"{name} overflows"] = gradients.overflowed(values, name)
-            best = formats.E4M3FN.max / row["largest"] if row["largest"] else 1.0
+            best = formats.E4M3FN.max / (row["largest"] or math.inf)
             best = 2.0 ** math.floor(math.log2(best)) if 0 < best < math.inf else 1.0
             rows.append(row | {"e4m3 loses": gradients.lost(values, "e4m3fn", best), "at": best})
         return sorted(rows, key=lambda row: -row["fp16 loses"] - row["fp16 overflows"])
 
     def scale(self) -> dict[str, Any]:
         """Which loss scales save the gradients in fp16; empty where there are none."""
-        values = [v for (_, kind), vs in self.samples.items() if "grad" in kind for v in vs]
-        largest = max((v for (_, kind), v in self.largest.items() if "grad" in kind), default=0)
-        if not values:
-            return {}
+        keys = [key for key in self.samples if "grad" in key[1]]
+        values = [sample for key in keys for sample in self.samples[key]]
+        largest = max((self.largest[key] for key in keys), default=0.0)
 
         def saves(power: int) -> bool:
-            return gradients.lost(values, "fp16", 2.0**power) <= MUCH
+            return gradients.lost(values, "fp16", 2.0**power) <= 0.01
 
-        return {
-            "gradients lost by fp16 unscaled": gradients.lost(values),
-            "smallest scale that saves 99%": 2.0 ** bisect_left(range(64), True, key=saves),
-            "largest scale without inf": formats.FP16.max / largest if largest else math.inf,
-        }
-
-
-def _of_error(log: Log, error: Exception | None, error32: Exception | None) -> Iterator[Finding]:
-    if error is not None:
-        said = str(error).strip()
-        known = (n for n, e in CATALOGUE.items() if "raised" in e and re.search(e["raised"], said))
-        where = f"call {len(log.seconds)} of the step"
-        name = "the step raised" if error32 else next(known, "the step raised")
-        yield _finding(name, where, **{type(error).__name__: said.partition("\n")[0][:120]})
-
-
-def _of_values(
-    log: Log, log32: Log, scale: dict[str, Any], narrow: torch.dtype | None, scaler: Any
-) -> Iterator[Finding]:
-    """What does not fit its format, and whether a scaler helps."""
-    kinds = {event.kind for event in log.events}
-    scaled, off = _scaled(log), scaler is not None and not scaler.is_enabled()
-    off = off or not scaled and "scale" in kinds
-    allowed = scale.get("largest scale without inf", math.nan)  # 0 if a gradient is infinite
-    if log.bad_inputs:
-        yield _finding("input is not finite", "what the model is given", calls=log.bad_inputs)
-    elif log32.not_finite or scale and not allowed > 0:
-        where = [*log32.not_finite, "the gradients"][0]
-        yield _finding("not finite in float32 either", where)
-    elif log.not_finite:
-        count = len(set(log.not_finite))
-        yield _finding("activation overflows", log.not_finite[0], modules=count)
-    elif scaled and "step" in kinds and "optimizer" not in kinds and log.scales:
-        if log.scales[0] < allowed / 2:
-            evidence = {"scale": log.scales[0], "float32_allows": allowed}
-            yield _finding("every step is skipped", "the scaler", **evidence)
-    if scaled and narrow == torch.bfloat16:
-        yield _finding("scaler with bf16", "the scaler")
-    if narrow == torch.float16 and not scaled and "backward" in kinds:
-        share = scale.get("gradients lost by fp16 unscaled", math.nan)
-        name = "scaler is switched off" if off else "fp16 without a scaler"
-        severity = "warning" if share <= MUCH else ""
-        yield _finding(name, "the loss", severity, gradients_that_fp16_would_lose=share)
-    if log.scales and log.scales[-1] < 2.0**-10:
-        yield _finding("scale near zero", "the scaler", scale=log.scales[-1])
-    for (where, dtype), largest in log.angles.items():
-        spacing = formats.of(dtype).ulp(largest)
-        yield _finding("positions in 16 bits", where, largest=largest, spacing_there=spacing)
-
-
-def _scaled(log: Log) -> bool:
-    return any(event.kind == "scale" and event.who.is_enabled() for event in log.events)
-
-
-def _of_order(log: Log) -> Iterator[Finding]:
-    """What happened at the wrong time."""
-    found: Counter[tuple[str, str]] = Counter()
-    scaled, kinds = _scaled(log), {event.kind for event in log.events}
-    raw = skipped = False  # scaled gradients wait for unscale_; the last step was skipped
-    unscaled, done = set(), set()  # optimizers, since update and since backward
-    stepped = set()  # autocast regions in which an optimizer stepped
-    for event in log.events:
-        who = type(event.who).__name__
-        if event.kind == "forward":
-            stale = event.dtype is not None and event.region in stepped
-            found["stale casts", "one autocast region around several steps"] += stale
-        elif event.kind == "backward":
-            found["unscale_ inside accumulation", "the scaler"] += scaled and bool(unscaled)
-            found["backward inside autocast", "the loss"] += event.dtype is not None
-            raw, done = True, set()
-        elif event.kind == "unscale_":
-            unscaled.add(event.who)
-        elif event.kind == "clip":
-            found["clip before unscale_", "the gradients"] += scaled and raw and not unscaled
-        elif event.kind == "step":
-            skipped = True
-            done.add(event.who)
-        elif event.kind == "optimizer":
-            past = not event.by_scaler and (raw and event.who not in unscaled or event.who in done)
-            found["step past the scaler", who] += scaled and past
-            skipped = False
-            stepped |= {event.region} - {None}
-        elif event.kind == "update":
-            raw, unscaled = False, set()
-        elif event.kind == "scheduler":
-            found["scheduler on a skipped step", who] += skipped
-    missing = scaled and "step" in kinds and "update" not in kinds
-    found["update is missing", "the scaler"] += missing
-    yield from (_finding(*key, times=times) for key, times in found.items() if times)
-
-
-def _of_optimizers(
-    log: Log, model: nn.Module, given: list[Optimizer], updates: list[dict]
-) -> Iterator[Finding]:
-    """Optimizers that hold the wrong parameters, and updates that do nothing."""
-    stepped = {event.who for event in log.events if event.kind in ("optimizer", "step")}
-    held = {o: [p for g in o.param_groups for p in g["params"]] for o in stepped or given}
-    own = {id(p) for p in model.parameters()}
-    if held and own.isdisjoint(id(p) for parameters in held.values() for p in parameters):
-        yield _finding("optimizer holds other parameters", type(next(iter(held))).__name__)
-    for optimizer in {*given} - stepped:
-        count = len(log.seconds)
-        yield _finding("optimizer never steps", type(optimizer).__name__, steps=count)
-    for optimizer, parameters in held.items():
-        for dtype in {p.dtype for p in parameters} & {*NARROW}:
-            eps = optimizer.defaults.get("eps")
-            if eps and torch.tensor(eps, dtype=dtype) == 0:
-                where = f"{type(optimizer).__name__} on {formats.of(dtype).name} weights"
-                yield _finding("eps is zero", where, eps=eps)
-    for row in updates:
-        if row["stay"] > 0.5:
-            by_loop = row["by"] == "the loop"
-            name = "moving average stands still" if by_loop else "updates are lost"
-            where = f"{row['by']}'s {row['op']} on {row['dtype']}"
-            yield _finding(name, where, share_that_stays=row["stay"], values=row["due"])
-
-
-def _of_speed(log: Log) -> Iterator[Finding]:
-    """What slows a step down, apart from what the clock says."""
-    repeated, crooked, flops = Counter(), Counter(), 0
-    for (module, *_, dtype), op in log.ops.items():
-        repeated[module] += op.repeats
-        if dtype in NARROW:
-            crooked[module] += op.misaligned
-            flops += op.flops
-    if repeated.total():
-        where = repeated.most_common(1)[0][0]
-        yield _finding("weights are cast again and again", where, casts=repeated.total())
-    if crooked.total() > flops / 4:
-        where, share = crooked.most_common(1)[0][0], crooked.total() / flops
-        yield _finding("sizes are not multiples of 8", where, share_of_the_FLOPs=share)
-    reads = log.reads / len(log.seconds)
-    if reads > 2:
-        yield _finding("Python waits for values", "the loop", reads_a_step=reads)
-
-
-def _map(log: Log) -> list[dict[str, Any]]:
-    """A row per module, phase, op and dtype, a step; the most FLOPs come first."""
-    rows = []
-    for (module, phase, name, dtype), op in log.ops.items():
-        row = {"module": module, "phase": phase, "op": name, "dtype": str(dtype)[6:]}
-        rows.append(row | {n: total // len(log.seconds) for n, total in asdict(op).items()})
-    return sorted(rows, key=lambda row: (-row["flops"], -row["nbytes"]))
-
-
-def _updates(log: Log) -> list[dict[str, Any]]:
-    return [
-        {"by": by, "op": op, "dtype": str(dtype)[6:], "due": n, "stay": log.stayed[key] / n}
-        for key, n in log.due.items()
-        for by, op, dtype in [key]
-        if n
-    ]
+        return (
+            {}
+            if not values
+            else {
+                "gradients lost by fp16 unscaled": gradients.lost(values),
+                "smallest scale that saves 99%": 2.0 ** bisect_left(range(64), True, key=saves),
+                "largest scale without inf": formats.FP16.max / largest if largest else math.inf,
+            }
+        )
 
 
 def _speed(
-    log: Log, step: timing.Timing, device: torch.device, kind: formats.Format, narrow: bool
+    seen: Watcher, step: timing.Timing, kind: formats.Format, narrow: bool, large: bool
 ) -> dict[str, Any]:
     """The share of products in a step, and what 16 bits could gain at most (Amdahl's law)."""
-    flops, func, shapes = log.sample
+    device = seen.device.type
+    taken = median(step.cpu_seconds if device == "cpu" else step.seconds)
+    products = [min(0.99, seconds["products"] / taken) for seconds in seen.seconds]
+    faster, spread = _race(seen.sample, kind.dtype, seen.device)
+    gains = [
+        1 - p + p * s if narrow else 1 / (1 - p + p / s)
+        for p in (median(products), min(products), max(products))
+        for s in (faster, max(0.01, faster - spread), faster + spread)
+    ]
+    matmul = (torch.backends.cuda if device == "cuda" else torch.backends.mkldnn).matmul
+    speed = {
+        "seconds_a_step": taken,
+        "products": median(products),
+        "casts": median(seconds["casts"] for seconds in seen.seconds) / taken,
+        "FLOPs_of_a_product": seen.sample[0],
+        "faster": faster,
+        "spread": spread,
+        "most_gain": gains[0],
+        "low": min(gains),
+        "high": max(gains),
+        "tf32": matmul.fp32_precision == "tf32",
+    }
+    if large:  # what this device does with sizes that suit it
+        n = LARGE.get(device, 256)
+        square = 2 * n**3, torch.mm, ((torch.empty(n, n, device="meta"),) * 2, {})
+        best = _race(square, kind.dtype, seen.device)
+        speed |= dict(zip(("faster_if_large", "spread_if_large"), best, strict=True))
+    return speed
 
-    def product(dtype: torch.dtype) -> Callable[[], Any]:
+
+def _race(
+    product: tuple[int, Callable, Any], dtype: torch.dtype, device: torch.device
+) -> tuple[float, float]:
+    """How many times as fast a product is in `dtype` as in float32, and ± how many."""
+    _, func, shapes = product
+
+    def run(dtype: torch.dtype) -> Callable[[], Any]:
         def filled(t: Tensor) -> Tensor:
             return torch.full(t.shape, 0.5, device=device, dtype=dtype)  # draws no random numbers
 
@@ -414,59 +361,12 @@ def _speed(
         return lambda: func(*args, **kwargs)
 
     with torch.no_grad():
-        pair = {"wide": product(torch.float32), "narrow": product(kind.dtype)}
-        taken = list(timing.compare(pair, 5, 1, device, patience=0.5).values())
+        runs = {"wide": run(torch.float32), "narrow": run(dtype)}
+        wide, narrow = timing.compare(runs, 5, 1, device, patience=0.5).values()
     if device.type == "cpu":  # CPU time does not mind what else runs on the machine
-        step, *taken = [timing.Timing(t.cpu_seconds) for t in (step, *taken)]
-    faster, spread = timing.ratio(*taken)
-    shares = [min(0.99, seconds["products"] / step.median) for seconds in log.seconds]
-    low, high = max(0.01, faster - spread / 2), faster + spread / 2
-    gains = [
-        1 - p + p * s if narrow else 1 / (1 - p + p / s)
-        for p in (median(shares), min(shares), max(shares))
-        for s in (faster, low, high)
-    ]
-    return {
-        "seconds a step": step.median,
-        "products": median(shares),
-        "casts": median(seconds["casts"] for seconds in log.seconds) / step.median,
-        "FLOPs of a typical product": flops,
-        f"{kind.name} is faster there": faster,
-        "±": spread / 2,
-        "most gain of a step": gains[0],
-        "from": min(gains),
-        "to": max(gains),
-        "TF32": device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32",
-    }
-
-
-def _advice(report: Report, kind: formats.Format) -> str:
-    """Which precision, and the measured reasons, in the catalogue's words."""
-    words, speed, name = CATALOGUE["advice"], report.speed, kind.name
-    if report.precision.startswith("pure"):
-        return words["pure"].format(report.precision[5:])
-    if not report.ranges:
-        return words["unknown"]
-    activations = [row for row in report.ranges if row["kind"] == "activations"]
-    top = max((row["largest"] for row in activations), default=0.0)
-    needed, most = [1.0, math.inf, *report.scale.values()][-2:]
-    lost = max(row["bf16 loses"] + row["bf16 overflows"] for row in report.ranges)
-    facts = {"top": top, "needed": needed, "most": most, "lost": lost, "name": name}
-    ill = "overflow" if top > formats.FP16.max else "torn" if needed > most else ""
-    reasons = [words[ill or "fits"]]
-    pick = "fp16 with a scaler" if kind is formats.FP16 and not ill else "bf16 without a scaler"
-    if speed:
-        facts |= {"faster": speed[f"{name} is faster there"], "casts": speed["casts"]}
-        facts |= {key: speed[key] for key in ("from", "to")} | {
-            "gain": speed["most gain of a step"]
-        }
-        if speed["to"] < 1.1:
-            pick = "TF32, which is on" if speed["TF32"] else "float32"
-            reasons.append(words["no gain"])
-        slow = {"casts": speed["casts"] > 0.1, "products": speed["products"] < 0.3}
-        slow |= {"small": speed["FLOPs of a typical product"] < 1e7}
-        reasons = [words["speed"], *(words[key] for key, is_so in slow.items() if is_so), *reasons]
-    return f"{pick}: {'; '.join(reasons)}.".format(**facts)
+        wide, narrow = timing.Timing(wide.cpu_seconds), timing.Timing(narrow.cpu_seconds)
+    faster, spread = timing.ratio(wide, narrow)
+    return faster, spread / 2
 
 
 def _shown(value: Any) -> str:
@@ -474,7 +374,7 @@ def _shown(value: Any) -> str:
 
 
 def _listed(facts: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_shown(value)}" for name, value in facts.items())
+    return ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in facts.items())
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:

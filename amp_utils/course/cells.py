@@ -26,6 +26,13 @@ from amp_utils.course import write_whole
 Output = dict[str, Any]
 
 
+class Html(str):
+    """A text that is shown as HTML."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
 @contextlib.contextmanager
 def outputs() -> Iterator[list[Output]]:
     """Collect what a block prints and displays, as a notebook's outputs.
@@ -55,7 +62,7 @@ def outputs() -> Iterator[list[Output]]:
 
     stand_in, module = ModuleType("IPython"), ModuleType("IPython.display")
     stand_in.version_info, stand_in.get_ipython = (9, 0, 0), lambda: None
-    stand_in.display, module.display = module, display
+    stand_in.display, module.display, module.HTML = module, display, Html
     before = {name: sys.modules.get(name) for name in ("IPython", "IPython.display")}
     sys.modules |= {"IPython": stand_in, "IPython.display": module}
     try:

@@ -192,7 +192,7 @@ def command(root: Path, lessons, device, out, minutes, limit, adopted) -> int:
     }
     steps = [step for step in PLAN["order"] if step in chosen or (not lessons and " " in step)]
     steps += [number for number in chosen if number not in steps]
-    out = out or root / "runs" / "gpu"
+    out = (out or root / "runs" / "gpu").resolve()
     out.mkdir(parents=True, exist_ok=True)
     results = {"about": about(device), "rows": []}
     for place, step in enumerate(steps, 1):

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import inspect
+import itertools
 import json
 import math
 import random
@@ -281,6 +283,12 @@ class Loop:
         self.scaler.scale(loss * 2.0**-6).backward()
         self.finish()
 
+    def to_and_fro(self):
+        much = torch.ones(1000, 1000)
+        for _ in range(5):
+            much = much.bfloat16().float()
+        self.healthy_bf16()
+
     def never_steps(self):
         self.loss().backward()
         self.net.zero_grad()
@@ -327,7 +335,7 @@ FAULTS = [
     ("step past the scaler", "AdamW", "step_twice", {}, *AMP),
     (
         "scheduler on a skipped step",
-        "StepLR",
+        "the scheduler of AdamW",
         "scheduler_on_a_skip",
         {},
         "scheduler_after_a_look",
@@ -404,7 +412,7 @@ FAULTS = [
 def examined(step, settings):
     loop = Loop(**settings)
     given = loop.scaler if "scaler" in getattr(Loop, step).__code__.co_names else None
-    return doctor.examine(getattr(loop, step), loop.net, loop.optimizer, given)
+    return doctor.examine(getattr(loop, step), loop.net, loop.optimizer, given, steps=2)
 
 
 @functools.cache
@@ -420,9 +428,85 @@ def test_a_fault_is_named_in_its_place_and_its_cure_gets_no_finding(fault):
     assert not mended_findings(mended, tuple(mended_settings.items()))
 
 
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine that runs a product in 16 bits so many times as fast as in float32."""
+
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+
+    def build(faster, tf32=False):
+        monkeypatch.setattr(doctor, "WORTH", 0)
+        monkeypatch.setattr(doctor, "_race", lambda product, *_: (faster(product[0]), 0.05))
+        matmul.fp32_precision = "tf32" if tf32 else before
+
+    yield build
+    matmul.fp32_precision = before
+
+
+def slow(flops):
+    return 0.5
+
+
+def same(flops):
+    return 1.0
+
+
+def fast(flops):
+    return 40.0
+
+
+def fast_if_large(flops):
+    return 40.0 if flops > 1e5 else 1.0
+
+
+WIDE = functools.partial(mlp, 256)
+# name, place, machine, broken step, its settings, mended step and its settings
+SPEED_FAULTS = [
+    ("no matrix units", "cpu", (slow,), *WITHOUT, "plain", {}),
+    ("TF32 is on already", "cpu", (same, True), *WITHOUT, "plain", {}),
+    (
+        "sizes are too small",
+        "the products",
+        (fast_if_large,),
+        *WITHOUT,
+        "healthy_bf16",
+        {"dtype": BF16, "net": WIDE},
+    ),
+    ("casts eat the gain", "the loss", (fast,), "to_and_fro", {"dtype": BF16}, *WITHOUT),
+]
+
+
+@pytest.mark.parametrize("fault", SPEED_FAULTS, ids=lambda fault: fault[0])
+def test_what_keeps_16_bits_from_being_fast_is_named_and_its_cure_gets_no_finding(fault, machine):
+    name, where, how, broken, settings, mended, mended_settings = fault
+    machine(*how)
+    report = examined(broken, settings)
+    assert [(f.name, f.where) for f in report.findings] == [(name, where)], str(report)
+    evidence = report.findings[0].evidence
+    assert evidence["from"] <= evidence["most gain"] <= evidence["to"]
+    assert not examined(mended, mended_settings).findings
+
+
+def test_the_speed_of_a_toy_is_not_worth_a_finding(machine, monkeypatch):
+    machine(slow)
+    monkeypatch.undo()
+    assert "faster_if_large" not in examined(*WITHOUT).speed
+
+
+@pytest.mark.full
+def test_a_step_worth_it_is_compared_with_a_large_product():
+    loop = Loop(functools.partial(mlp, 4096), BF16)
+    loop.x = torch.randn(128, 32)
+    report = doctor.examine(loop.healthy_bf16, loop.net, steps=1)
+    faster = report.speed["faster_if_large"] + report.speed["spread_if_large"]
+    assert faster > 0
+    assert (faster < 1.2) == ("no matrix units" in [f.name for f in report.findings])
+
+
 def test_every_entry_of_the_catalogue_is_tested():
-    tested = {fault[0] for fault in FAULTS}
-    others = {"binary cross-entropy under autocast", "the step raised", "advice"}
+    tested = {fault[0] for fault in [*FAULTS, *SPEED_FAULTS]}
+    others = {"binary cross-entropy under autocast", "the step raised"}
     assert tested | others == doctor.CATALOGUE.keys()
 
 
@@ -468,7 +552,7 @@ def test_map_ranges_scale_and_speed_are_measured():
     assert ranges["2", "activations"]["largest"] == truth
     assert {kind for _, kind in ranges} == {"activations", "gradients", "weight gradients"}
     speed = report.speed
-    assert 0 < speed["from"] <= speed["most gain of a step"] <= speed["to"] < math.inf
+    assert 0 < speed["low"] <= speed["most_gain"] <= speed["high"] < math.inf
 
 
 def test_the_scale_found_saves_the_gradients():
@@ -486,45 +570,39 @@ def test_the_scale_found_saves_the_gradients():
     assert shares[0] > 0.5 and shares[1] <= 0.01 and scale > 1
 
 
-SPEED = {
-    "bf16 is faster there": 3.0,
-    "casts": 0.01,
-    "FLOPs of a typical product": 1e9,
-    "most gain of a step": 1.8,
-    "from": 1.7,
-    "to": 1.9,
-    "products": 0.7,
-    "TF32": False,
-}
-RANGE = [{"kind": "activations", "largest": 5.0, "bf16 loses": 0.0, "bf16 overflows": 0.0}]
-
-
 @pytest.mark.parametrize(
-    ("speed", "largest", "precision", "begins", "says"),
+    ("how", "step", "settings", "precision", "begins", "says"),
     [
-        ({}, 5.0, "fp32", "bf16", "1.80 times as fast as in float32 at most (1.70 to 1.90)"),
-        ({"from": 0.4, "to": 0.6}, 5.0, "fp32", "float32", "memory only"),
-        ({"from": 0.9, "to": 1.0, "TF32": True}, 5.0, "fp32", "TF32", "memory only"),
-        ({"casts": 0.3}, 5.0, "fp32", "bf16", "casts take 30% of a step"),
-        ({"FLOPs of a typical product": 1e3}, 5.0, "fp32", "bf16", "too small"),
-        ({"products": 0.1}, 5.0, "fp32", "bf16", "small share"),
-        ({}, 1e5, "fp32", "bf16", "fp16 would overflow, an activation of 1e+05"),
-        ({}, 5.0, "pure bf16", "could not tell", "float32 weights"),
+        ((fast,), "plain", {}, None, "bf16 without a scaler: ", "40 times as fast in bf16"),
+        ((fast,), "plain", {}, "fp16", "fp16 with a scaler: ", "40 times as fast in fp16"),
+        ((slow,), "plain", {}, None, "float32: ", "16 bits would save memory only."),
+        ((same, True), "plain", {}, None, "TF32, which is on: ", "16 bits would save memory only."),
+        ((fast,), "plain", {"net": Tall}, "fp16", "bf16 without", "fp16 would overflow, an acti"),
+        ((fast,), "pure", {"weights": BF16}, None, "could not tell what", "are bf16: float32 wei"),
     ],
 )
-def test_advice_follows_what_was_measured(speed, largest, precision, begins, says):
-    report = doctor.Report(precision, speed=SPEED | speed, ranges=[RANGE[0] | {"largest": largest}])
-    advice = doctor._advice(report, doctor.formats.BF16)
-    assert advice.startswith(begins) and says in advice
+def test_advice_follows_what_was_measured(
+    how, step, settings, precision, begins, says, machine, monkeypatch
+):
+    machine(*how)
+    loop = Loop(**{"net": WIDE} | settings)
+    monkeypatch.setattr(doctor.timing, "compare", lambda runs, *_: {"": ALL_PRODUCTS})
+    advice = doctor.examine(getattr(loop, step), loop.net, precision=precision).advice
+    assert advice.startswith(begins) and says in advice, advice
 
 
-def test_gain_is_amdahls():
-    log = doctor.Log(seconds=[{"products": 0.5, "casts": 0.0}] * 3)
-    log.sample = (1, lambda x: x, ((torch.empty(1, device="meta"),), {}))
+ALL_PRODUCTS = doctor.timing.Timing((1e-9,) * 3, (1e-9,) * 3)  # a step as short as its products
+
+
+@pytest.mark.parametrize(("narrow", "gain"), [(False, 1 / (0.5 + 0.5 / 4)), (True, 0.5 + 0.5 * 4)])
+def test_gain_is_amdahls(narrow, gain, machine):
+    machine(lambda flops: 4.0)
+    seen = doctor.Watcher(nn.Linear(2, 2), doctor.Saved())
+    seen.seconds, seen.sample = [{"products": 0.5, "casts": 0.0}] * 3, (1, None, None)
     step = doctor.timing.Timing((1.0,) * 3, (1.0,) * 3)
-    speed = doctor._speed(log, step, torch.device("cpu"), doctor.formats.BF16, False)
-    ratio = speed["bf16 is faster there"]
-    assert speed["most gain of a step"] == pytest.approx(1 / (0.5 + 0.5 / ratio))
+    speed = doctor._speed(seen, step, doctor.formats.BF16, narrow, False)
+    assert speed["most_gain"] == pytest.approx(gain)
+    assert speed["low"] < gain < speed["high"]
 
 
 def test_a_report_is_text_html_and_json():
@@ -845,34 +923,67 @@ def test_two_ranks_get_no_finding(tmp_path):
     assert run.returncode == 0 and run.stdout.count("healthy") == 2, run.stderr
 
 
-def lesson(number, **names):
-    module = notebook.load(number, device=torch.device("cpu"), seed=0, **names)
-    for name, value in names.items():
-        setattr(module, name, value)
-    return module
+def lesson(number, names):
+    """A lesson up to the cell that defines one of these functions, run with few steps."""
+    (path,) = notebook.choose([number], notebook.ROOT / "notebooks")
+    space = {"__name__": path.stem}
+    for cell in notebook.cells(path):
+        if cell.is_code:
+            exec(compile(cell.source, path.name, "exec"), space)
+            if "parameters" in cell.tags:
+                few = {"device": "cpu", "steps": 2, "epochs": 1}
+                space |= {name: value for name, value in few.items() if name in space}
+        for name in names if cell.is_code and "exercise" not in cell.tags else ():
+            if f"def {name}(" in cell.source:
+                return space, space[name]
+    raise AssertionError(f"lesson {number} defines none of {names}")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("which", ["05", "07", "08", "08 penalty", "08 bites", "10", "12"])
-def test_the_courses_own_loops_get_no_error(which):
-    torch.manual_seed(0)
-    x, net = torch.randn(64, 2), nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
-    wave = torch.sin(3 * x[:, :1])
-    optimizer = SGD(net.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    names = {"xy": x, "wave": wave, "target": wave, "steps": 2, "epochs": 1, "lr": 1e-3}
-    names |= {"new_skin": lambda seed: net, "new_net": lambda: net, "unit": 1e-3}
-    names |= {"mse_loss": F.mse_loss, "penalty_weight": 0.1}
-    names |= {"new_scaler": lambda **_: scaler, "on_gpu": False}
-    module = lesson(which[:2], **names)
-    steps = {
-        "05": lambda: module.train(FP16, 1024.0, 0),
-        "07": lambda: module.train(1.0, "unscaled"),
-        "08": lambda: module.train(4, FP16),
-        "08 penalty": lambda: module.train_penalty(FP16),
-        "08 bites": lambda: module.accumulated_step(net, optimizer, scaler, [(x, wave)] * 2),
-        "10": lambda: module.train("fp16", net, optimizer, scaler, [(x, wave)]),
-        "12": lambda: module.amp_step(net, optimizer, scaler, x, wave),
-    }
-    report = doctor.examine(steps[which], net)
+@pytest.mark.parametrize(
+    ("number", "names"),
+    [
+        *((number, {"train"}) for number in "05 06 07 08 09 10 11 13".split()),
+        ("08", {"train_penalty"}),
+        ("08", {"accumulated_step"}),
+        ("12", {"train", "paint"}),
+        ("12", {"amp_step", "train_mine"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(sorted(value)),
+)
+def test_the_courses_own_loops_get_no_error(number, names, monkeypatch):
+    space, train = lesson(number, names)
+    x, nets, turn = torch.randn(64, 2), [], iter(())
+    sequential = nn.Sequential
+
+    def again(*layers):
+        """The doctor wants one network, also where a loop builds its own in each call."""
+        index = next(turn)
+        if index == len(nets):
+            nets.append(sequential(*layers))
+        return nets[index]
+
+    monkeypatch.setattr(nn, "Sequential", again)
+
+    def step():
+        nonlocal turn
+        turn = itertools.count()
+        known = {"dtype": FP16, "precision": "fp16", "loss_scale": 65536.0, "max_norm": 1.0}
+        known |= {"clip": "unscaled", "pieces": 4, "steps": 2, "until": 2, "seed": 0}
+        known |= {"rank": 0, "ranks": 1, "device": torch.device("cpu")}
+        wanted = inspect.signature(train).parameters
+        if "run" in wanted:
+            known["run"] = space["new_run"]("fp16", 0)
+        if "scaler" in wanted:
+            known["scaler"] = torch.amp.GradScaler("cpu", init_scale=256.0)
+        if "net" in wanted:
+            net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
+            wave = torch.sin(3 * x[:, :1])
+            known |= {"net": net, "optimizer": SGD(net.parameters(), lr=0.1)}
+            known |= {"data": [(x, wave)], "bites": [(x, wave)] * 2, "inputs": x, "targets": wave}
+        train(**{n: known[n] for n, p in wanted.items() if p.default is p.empty})
+
+    step()
+    report = doctor.examine(step, nn.ModuleList(nets))
     assert not [f for f in report.findings if f.severity == "error"], str(report)
+    assert report.precision == "fp16"

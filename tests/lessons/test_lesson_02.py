@@ -16,7 +16,7 @@ NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
 
 @pytest.fixture(scope="module")
 def lesson():
-    return load("02", device=CPU, seed=0, steps=40)
+    return load("02", device=CPU, seed=0)
 
 
 @each("dtype", NUMPY)
@@ -41,13 +41,11 @@ def test_cross_entropy_and_its_gradient_are_torchs(lesson, shape):
     generator = torch.Generator().manual_seed(1)
     labels = torch.randn(shape, generator=generator).softmax(1)
     logits = (100 * torch.randn(shape, generator=generator)).requires_grad_()
-    ours, theirs = (
-        lesson.cross_entropy(labels, logits),
-        F.cross_entropy(logits, labels, reduction="sum"),
-    )
+    ours = lesson.cross_entropy(labels, logits)
+    theirs = F.cross_entropy(logits, labels, reduction="none")
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(
-        torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits)
+        torch.autograd.grad(ours.sum(), logits), torch.autograd.grad(theirs.sum(), logits)
     )
 
 
@@ -80,35 +78,21 @@ def test_the_naive_forms_fail_where_the_lesson_says(lesson):
     )
 
 
-@each("seed", range(2))
-def test_the_naive_loss_dies_on_raw_pixels_and_the_stable_one_follows_float32(lesson, seed):
-    lesson.seed = seed
-    for dtype in (torch.float32, torch.float16):
-        assert not any(map(math.isfinite, lesson.train(lesson.log_of_softmax, 255, dtype)))
-    half, single = (
-        lesson.train(lesson.log_in_formula, 255, dtype) for dtype in (torch.float16, torch.float32)
-    )
-    assert len(half) == 40
-    assert max(abs(a - b) for a, b in zip(half, single, strict=True)) < 0.05 * max(single)
-    assert all(map(math.isfinite, lesson.train(lesson.log_of_softmax, 1, torch.float16)))
+@each("dtype", [torch.float16, torch.bfloat16])
+def test_a_variance_from_one_pass_is_lost_in_16_bits(lesson, dtype):
+    x = 10 + 0.1 * torch.randn(10_000, generator=torch.Generator().manual_seed(7))
+    assert lesson.variance(x) == pytest.approx(0.01, rel=0.1)
+    assert abs(lesson.variance(x.to(dtype)) - 0.01) > 0.005
 
 
 @each("gradient", [1e-1, 1e-2, 1e-3, -1e-4])
 def test_adams_first_step_is_the_learning_rate_in_float32_and_infinite_in_float16(lesson, gradient):
     sign = math.copysign(1, gradient)
-    assert lesson.adam_step(gradient, 1e-8, torch.float32) == pytest.approx(sign * 0.01, rel=1e-3)
+    assert lesson.adam_step(gradient, torch.float32) == pytest.approx(sign * 0.01, rel=1e-3)
     # v starts at 0.001 g², and half of fp16's smallest number is 2^-25.
     vanishes = np.float16(0.001 * gradient**2) == 0
-    half = lesson.adam_step(gradient, 1e-8, torch.float16)
+    half = lesson.adam_step(gradient, torch.float16)
     assert half == sign * math.inf if vanishes else half == pytest.approx(0.01, rel=0.1)
-
-
-@each("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_softplus_is_torchs(lesson, dtype):
-    x = torch.linspace(-15, 100, 1001).to(dtype)
-    tolerance = 4 * torch.finfo(dtype).eps
-    expected = F.softplus(x.double(), threshold=1e9)
-    torch.testing.assert_close(lesson.softplus(x).double(), expected, rtol=tolerance, atol=1e-6)
 
 
 @each("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -123,7 +107,7 @@ def test_masked_softmax_is_torchs_with_minus_infinity(lesson, dtype):
 
 
 @each("size", [1e-6, 1e-3, 1.0, 1e4])
-def test_length_in_float16_is_numpys_in_float64(lesson, size):
-    x = (size * torch.randn(20, generator=torch.Generator().manual_seed(3))).half()
-    expected = np.linalg.norm(x.double().numpy())
-    assert lesson.length(x).item() == pytest.approx(expected, rel=0.01)
+def test_rms_norm_in_float16_is_torchs_in_float64(lesson, size):
+    x = (size * torch.randn(5, 20, generator=torch.Generator().manual_seed(3))).half()
+    expected = F.rms_norm(x.double(), (20,), eps=0)
+    torch.testing.assert_close(lesson.rms_norm(x).double(), expected, rtol=5e-3, atol=1e-3)
