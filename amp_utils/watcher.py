@@ -120,14 +120,9 @@ class Watcher(Transparent):
     ) -> None:
         super().__init__()
         self.model, self.saved, self.on_values = model, saved, on_values
-        self.trace: list[tuple[str, Any]] = []
         self.ops, self.updates = defaultdict(Counter), defaultdict(Counter)
-        self.angles: dict[tuple[str, torch.dtype], dict[str, Any]] = {}
-        self.seconds: list[Counter[str]] = []
-        self.sample: tuple[int, Callable, Any] | None = None
-        self.wild: list[str] = []
-        self.scales: list[float] = []
-        self.bad_inputs = self.reads = 0
+        self.trace, self.seconds, self.scales, self.wild = [], [], [], []
+        self.angles, self.sample, self.bad_inputs, self.reads = {}, None, 0, 0
 
         self.device = next(model.parameters()).device
         self.clock = cpu_clock if self.device.type == "cpu" else perf_counter
@@ -284,11 +279,10 @@ class Watcher(Transparent):
             return run()[0]
         packet = func.overloadpacket
         name = packet.__name__.removeprefix("_foreach_")
-        loops_own = not inside and not self.modules and self._loops_own(packet, name, args)
-        if inside == ["optimizer"] or loops_own:
-            return self._update(
-                "the loop" if loops_own else "optimizer", name, func, run, args, kwargs
-            )
+        by_loop = not inside and not self.modules and self._by_loop(packet, name, args)
+        if by_loop or inside == ["optimizer"]:
+            by = "the loop" if by_loop else "optimizer"
+            return self._update(by, name, func, run, args, kwargs)
         kind = {packet in flop_registry: "products", packet is aten._to_copy: "casts"}.get(True)
         if kind:
             synchronize(self.device)
@@ -296,7 +290,8 @@ class Watcher(Transparent):
         result, seen = run()  # seen: it only called other kernels
         if kind:
             synchronize(self.device)
-            self.seconds[-1][kind] += max(0.0, self.clock() - start - self.overhead)
+            taken = self.clock() - start - self.overhead
+            self.seconds[-1][kind] += max(0.0, taken) if seen is None else 0.0
         if seen is None and floats((args, kwargs)) and not func.is_view:
             self._count(packet, func, args, kwargs, result)
         if packet in (aten.sin, aten.cos, aten.arange):
@@ -304,11 +299,9 @@ class Watcher(Transparent):
             if values.dtype in NARROW and values.numel():
                 largest = values.abs().amax().item()
                 if largest > 2 / torch.finfo(values.dtype).eps:
-                    place = {
-                        "module": self._where()[0],
-                        "spacing": formats.of(values.dtype).ulp(largest),
-                    }
-                    self.angles[place["module"], values.dtype] = place | {"largest": largest}
+                    module, spacing = self._where()[0], formats.of(values.dtype).ulp(largest)
+                    row = {"module": module, "largest": largest, "spacing": spacing}
+                    self.angles[module, values.dtype] = row
         return result
 
     def _where(self) -> tuple[str, str]:
@@ -349,7 +342,7 @@ class Watcher(Transparent):
                 shapes = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
                 self.far, self.sample = far, (flops, func, shapes)
 
-    def _loops_own(self, packet: Any, name: str, args: Any) -> bool:
+    def _by_loop(self, packet: Any, name: str, args: Any) -> bool:
         """Listen to the loop's own arithmetic; is it an update in place, as of an average?"""
         if packet is aten._local_scalar_dense and args[0].is_floating_point():
             self.reads += args[0].device == self.device
