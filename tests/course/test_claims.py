@@ -133,13 +133,8 @@ def global_names(table: symtable.SymbolTable) -> set[str]:
     return own.union(*map(global_names, table.get_children()))
 
 
-# Claims that were dropped; their tags go when lesson 10 is next saved.
-LEFT_OVER = {"claim:amp_learns_the_same", "claim:grade_of_the_step"}
-
-
 def test_every_claim_can_be_measured_where_it_is_shown():
-    found = faults(CLAIMS, LESSONS)
-    assert [fault for fault in found if fault.split()[0] not in LEFT_OVER] == []
+    assert faults(CLAIMS, LESSONS) == []
 
 
 @pytest.mark.parametrize(
