@@ -2,10 +2,11 @@
 
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from amp_utils.modes import Transparent, tensors
 
@@ -67,6 +68,47 @@ def _storages(tree: Any) -> Iterator[torch.UntypedStorage]:
         if not tensor.is_mkldnn:  # those blocks are opaque
             parts = [getattr(tensor, part)() for part in _PARTS.get(tensor.layout, ())]
             yield from (part.untyped_storage() for part in parts or [tensor])
+
+
+@contextmanager
+def saved(*known: Tensor) -> Iterator[dict[str, int]]:
+    """Bytes by kind of what autograd keeps from the block for the backward pass.
+
+    >>> layer, x = torch.nn.Linear(100, 10), torch.zeros(5, 100)
+    >>> with saved(*layer.parameters(), x) as kept:
+    ...     with torch.autocast("cpu", dtype=torch.bfloat16):
+    ...         y = layer(x)
+    >>> kept
+    {'16-bit activations': 1000}
+
+    Kinds are "32-bit activations" (or as many bits as there are) and "casts of weights". Each
+    storage counts once and whole; those of `known` tensors, which exist anyway, do not count.
+    """
+    kept: dict[str, int] = {}
+    counted = {storage._cdata: storage for storage in _storages(known)}  # alive: no address twice
+
+    def keep(tensor: Tensor) -> Tensor:
+        for storage in _storages(tensor):
+            if storage._cdata not in counted:
+                counted[storage._cdata] = storage
+                bits = f"{8 * tensor.itemsize}-bit activations"
+                kind = "casts of weights" if is_cast_of_parameter(tensor) else bits
+                kept[kind] = kept.get(kind, 0) + storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
+def is_cast_of_parameter(tensor: Tensor) -> bool:
+    """Whether this tensor, or what it is a view of, is a leaf's copy in another dtype.
+
+    Its `grad_fn` says so: a conversion, and before that the end of the graph.
+    """
+    whole = tensor if tensor._base is None else tensor._base
+    if whole.grad_fn is None or "ToCopy" not in whole.grad_fn.name():
+        return False
+    return "AccumulateGrad" in whole.grad_fn.next_functions[0][0].name()
 
 
 def without_data() -> AbstractContextManager:

@@ -99,6 +99,10 @@ def main() -> None:
     saved["every"] = accumulate(rank, ranks, device, quiet=False)
     saved["last"] = accumulate(rank, ranks, device)
     saved["bf16"] = accumulate(rank, ranks, device, torch.bfloat16)
+    try:
+        DistributedDataParallel(nn.Linear(1, 1), device_ids=[0, 1])
+    except ValueError as error:
+        saved["two devices"] = str(error)
     torch.save(saved, f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

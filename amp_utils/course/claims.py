@@ -44,18 +44,21 @@ class Claim(SimpleNamespace):
         The value null says that this machine cannot measure the claim.
         """
         values = {m: e["value"] for m, e in measured.items() if e["value"] is not None}
-        if not values and self.verdict != "not measurable here":
+        varies = self.verdict == "depends on hardware"
+        if not (measured if varies else values) and self.measure:
             return f"{self.id} was not measured."
         for machine, value in values.items():
             holds = self.holds(value)
-            if self.verdict == "depends on hardware":
-                fits = _is_number(value)
-            else:
-                fits = self.verdict != "not measurable here" and holds == (self.verdict in HOLDING)
-            if not fits:
+            if not (_is_number(value) if varies else holds == (self.verdict in HOLDING)):
                 outcome = f"with {value!r} it {'holds' if holds else 'does not hold'}"
                 return f"{self.id} is said to be {self.verdict!r}, but {outcome} ({machine})."
         return None
+
+    def standing(self, measured: Mapping[str, dict]) -> str:
+        """The verdict, or "not measurable here" until some machine has a value for the claim."""
+        unknown = all(entry["value"] is None for entry in measured.values())
+        varies = self.verdict == "depends on hardware"
+        return "not measurable here" if varies and unknown else self.verdict
 
 
 def _is_number(value: Any) -> bool:
@@ -86,7 +89,9 @@ def read(notebooks: Path) -> SimpleNamespace:
         if name in checks:
             raise CourseError(f"claims.toml: {name} is a claim and a check.")
     both = entries.pop("claims") | checks
-    optional = dict.fromkeys(("number", "lesson", "cell", "because", "until", "surprise"))
+    optional = dict.fromkeys(
+        ("number", "lesson", "cell", "measure", "because", "until", "surprise")
+    )
     claims = [Claim(**{"id": name, **optional, **entry}) for name, entry in both.items()]
     return SimpleNamespace(**entries, claims=claims, measured=measured)
 
@@ -134,7 +139,7 @@ def adopt(notebooks: Path, values: Mapping[str, Any], **origin: str) -> list[str
 def publish(notebooks: Path, measured: dict[str, dict]) -> list[str]:
     """Write measured.json, claims.md and claims.html; returns what contradicts its verdict."""
     ledger = read(notebooks)
-    known = {c.id: measured[c.id] for c in ledger.claims if c.id in measured}
+    known = {c.id: measured[c.id] for c in ledger.claims if c.measure and c.id in measured}
     lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in known.items())
     write_whole(notebooks / "measured.json", "{\n" + ",\n".join(lines) + "\n}\n")
     origins = [
@@ -148,6 +153,7 @@ def publish(notebooks: Path, measured: dict[str, dict]) -> list[str]:
     }
     for claim in ledger.claims:
         claim.measured = known.get(claim.id, {})
+        claim.shown = claim.standing(claim.measured)
         claim.anchor = f"#cell-id={cells.get((claim.lesson, claim.cell))}"
     for name, templates in {"claims.html": pages.TEMPLATES, "claims.md": pages.MARKDOWN}.items():
         text = templates.get_template(f"{name}.j2").render(

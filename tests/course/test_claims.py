@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-from amp_utils.course import CourseError, claims, notebook
+from amp_utils.course import CourseError, claims, notebook, pages
 from amp_utils.course.__main__ import main
 from amp_utils.course.cells import evaluate
 from amp_utils.course.claims import Claim
@@ -186,7 +186,7 @@ def test_the_committed_ledger_is_rendered_from_the_committed_values(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lesson", sorted({c.lesson for c in CLAIMS}))
+@pytest.mark.parametrize("lesson", sorted({c.lesson for c in CLAIMS if c.lesson}))
 def test_measured_again_every_claim_fits_its_verdict(lesson):
     here = [c for c in CLAIMS if c.lesson == lesson]
     values, failures = claims.measure(NOTEBOOKS / f"{lesson}.ipynb", here)
@@ -290,12 +290,30 @@ def test_machines_stand_side_by_side(course):
     assert "| Hearsay. | A paper, table 1 (not seen) | 8 | 8 [1] | – | reproduced |" in text
 
 
+def test_a_row_leads_to_an_anchor_of_the_lessons_page(course):
+    root = course({"eight": ENTRY}, {"eight": old(8)})
+    assert main(["--root", str(root), "claims", "--render"]) == 0
+    lesson = notebook.read(root / "notebooks" / "01_float_formats.ipynb")
+    anchor = f"cell-id={lesson.cells[0].id}"
+    page = (root / "notebooks" / "claims.html").read_text()
+    assert f'href="01_float_formats.ipynb#{anchor}"' in page
+    assert f'href="../build/handout/pages/01_float_formats.html#{anchor}"' in page
+    assert f'id="{anchor}"' in pages.cells(lesson, root, True)
+
+
 def test_a_falsified_value_is_contradicted(course, capsys):
     root = course({"eight": ENTRY}, {"eight": old(7)})
     assert main(["--root", str(root), "claims", "--render"]) == 1
     sentence = "eight is said to be 'reproduced', but with 7 it does not hold (an old machine).\n"
     assert capsys.readouterr().err == sentence
-    assert 'class="CONTRADICTED"' in (root / "notebooks" / "claims.html").read_text()
+    assert '<tr id="eight" class=CONTRADICTED' in (root / "notebooks" / "claims.html").read_text()
+
+
+def test_ten_claims_are_the_most_surprising():
+    page = (NOTEBOOKS / "claims.html").read_text("utf-8")
+    surprising = [c for c in CLAIMS if c.surprise]
+    assert len(surprising) == 10
+    assert all(f'<li><a href="#{c.id}">' in page for c in surprising)
 
 
 def test_every_row_leads_to_its_cell():
@@ -350,12 +368,11 @@ FITTING = {  # the values of two machines: such as fit a verdict, and such as co
         ("not true", "not true as printed", "outdated", "different setup"),
         ([[7, 6], [None, 7]], [[8, 8], [7, 8], [None, None], []]),
     ),
-    "depends on hardware": ([[8, 7], [7, None]], [["inf", 7], [True, 8], [None, None], []]),
-    "not measurable here": ([[None, None], []], [[None, 7], [8, 8]]),
+    "depends on hardware": ([[8, 7], [7, None], [None]], [["inf", 7], [True, 8], []]),
 }
 
 
-@pytest.mark.parametrize("verdict", [*VERDICTS, "checked"])
+@pytest.mark.parametrize("verdict", sorted({*VERDICTS, "checked"} - {"not measurable here"}))
 def test_a_verdict_stands_only_beside_values_that_fit(verdict):
     for answers, wrong in zip(FITTING[verdict], (False, True), strict=True):
         for values in answers:
@@ -373,8 +390,7 @@ WHY = {"because": "It is so."}
         ({"verdict": "true"}, "eight.verdict: 'true' is not one of ['reproduced', 'computed',"),
         *(
             ({"verdict": verdict}, "eight: 'because' is a required property.")
-            for verdict in VERDICTS
-            if verdict != "reproduced"
+            for verdict in set(VERDICTS) - {"reproduced", "not measurable here"}
         ),
         ({"verdict": "outdated", **WHY}, "eight: 'until' is a required property."),
         ({"until": "torch 1.9"}, "eight: "),
@@ -392,6 +408,7 @@ WHY = {"because": "It is so."}
             for field in ("source", "where", "says", "seen", "question", "number")
         ),
         ({"cell": None}, "eight: 'cell' is a dependency of"),
+        ({"verdict": "not measurable here", **WHY}, "should not be valid under"),
         (dict.fromkeys(("lesson", "cell", "measure")), "eight: 'measure' is a required property."),
     ],
 )
@@ -402,7 +419,18 @@ def test_an_entry_that_is_incomplete_is_refused(changes, sentence, course):
     assert sentence in str(caught.value)
 
 
-def test_what_no_machine_here_can_measure_needs_no_cell(course):
+def test_what_no_machine_has_measured_is_not_measurable_here(course):
+    fast = {**ENTRY, "verdict": "depends on hardware", **WHY}
+    root = course({"eight": fast}, {"eight": old(None)})
+    assert main(["--root", str(root), "claims", "--render"]) == 0
+    text = (root / "notebooks" / "claims.md").read_text()
+    assert "| 8 | not measurable [1] | not measurable here: It is so. |" in text
+    claims.adopt(root / "notebooks", {"eight": 7}, machine="a GPU", **OLD)
+    text = (root / "notebooks" / "claims.md").read_text()
+    assert "| 7: does not hold [2] | depends on hardware: It is so. |" in text
+
+
+def test_what_has_no_instrument_here_needs_no_cell(course):
     entry = {**ENTRY, "verdict": "not measurable here", "because": "No GPU."}
     entry = {key: value for key, value in entry.items() if key not in ("lesson", "cell", "measure")}
     root = course({"eight": entry})

@@ -74,9 +74,9 @@ def test_a_rank_that_fails_ends_the_launch_with_its_reason(tmp_path, temporary, 
     "errors, words",
     [
         (
-            "[rank1]: Traceback (most recent call last):\n[rank1]: torch.OutOfMemoryError: no room\n"
+            "[rank1]: Traceback (most recent call last):\n[rank1]: torch.OutOfMemoryError: none\n"
             "RuntimeError: Connection closed by peer\n",
-            "torch.OutOfMemoryError: no room",
+            "torch.OutOfMemoryError: none",
         ),
         ("Signal 15 (SIGTERM) … Signal 9 (SIGKILL)", "Signal 9 (SIGKILL)"),
         ("Signal 9 (SIGKILL) … Signal 15 (SIGTERM)", "Signal 9 (SIGKILL)"),

@@ -106,3 +106,25 @@ def test_watching_changes_no_result(mode):
             with memory.watch():
                 seen = op(*args)
         assert torch.equal(seen, alone)
+
+
+def test_what_autograd_saves_is_counted_by_kind_and_once():
+    net, x = nn.Sequential(nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 10)), torch.randn(5, 30)
+    with memory.saved(*net.parameters(), x) as kept:
+        net(x).square().sum().backward()
+    assert kept == {"32-bit activations": 4 * 5 * (20 + 10)}, "ReLU and Linear share one tensor"
+    with memory.saved(*net.parameters(), x) as kept:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            net(x)
+    assert kept == {"16-bit activations": 2 * 5 * (30 + 20), "casts of weights": 2 * 20 * 10}
+    with memory.saved() as kept, torch.no_grad():
+        net(x)
+    assert kept == {}
+
+
+def test_a_cast_of_a_parameter_is_told_from_a_cast_of_data():
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    assert memory.is_cast_of_parameter(weight.bfloat16())
+    assert memory.is_cast_of_parameter(weight.bfloat16().t())
+    assert not memory.is_cast_of_parameter(x.bfloat16())
+    assert not memory.is_cast_of_parameter((weight * 2).bfloat16())
