@@ -234,7 +234,7 @@ class Bench:
     def taught(self, steps: Steps, count: int) -> Run:
         """Steps in the training loop of lesson 10, read from its notebook."""
         lesson = notebook.load("10", device=self.device, on_gpu=not self.on_cpu)
-        name, data = "fp32" if self.on_cpu else "fp16", [(steps.inputs, steps.targets)]
+        name, data = "fp32" if self.on_cpu else "fp16", (steps.inputs, steps.targets)
         return partial(lesson.train, name, steps.net, steps.optimizer, steps.scaler, data, count)
 
     def recipe(self, width=512, batch=256, **how) -> list[Result]:
