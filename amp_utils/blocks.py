@@ -2,13 +2,15 @@
 
 A narrow format keeps few powers of two, so the values are divided by a scale that brings the
 largest of them to the format's largest number, rounded, and multiplied by the scale again. The
-scale takes room too: MX formats store one of 8 bits for 32 values (OCP Microscaling 1.0, section
-5.2), NVFP4 one of 8 bits for 16 values and a float32 for the tensor (arXiv 2509.25149, section 2).
+scale takes room too: MX formats store one of 8 bits for 32 values (OCP Microscaling
+1.0), NVFP4 one of 8 bits for 16 values and a float32 for the tensor (arXiv 2509.25149).
 
 >>> from amp_utils.formats import E2M1
 >>> round_scaled(torch.tensor([[3.0, 0.01, 700.0, 20.0]]), E2M1, "e8m0", block=2).tolist()
 [[3.0, 0.0, 768.0, 0.0]]
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -40,7 +42,8 @@ def scales(blocks: Tensor, fmt: Format, kind: str = "fp32") -> Tensor:
     power of two, so that nothing is cut off (arXiv 2506.08027); "e8m0_floor" the OCP paper's
     choice, which only compares exponents and cuts off what lies between `fmt.max` and the next
     power of two. "e4m3" is the first scale rounded to fp8, in units of one float32 for all rows,
-    which brings the largest scale to 448. A row of zeros has the scale 1. ValueError for another.
+    which brings the largest scale to 448. A row of zeros has the scale 1; a row with infinity or
+    NaN has NaN, as E8M0 has for it. ValueError for another kind.
     """
     largest = blocks.abs().amax(dim=-1, keepdim=True)
     wanted = largest / fmt.max
@@ -60,7 +63,8 @@ def scales(blocks: Tensor, fmt: Format, kind: str = "fp32") -> Tensor:
         case _:
             allowed = ", ".join(map(repr, KINDS))
             raise ValueError(f"kind = {kind!r} is not known: give one of {allowed}.")
-    return torch.where(largest == 0, torch.ones_like(scale), scale)
+    scale = torch.where(largest.isfinite(), scale, math.nan)
+    return torch.where(largest == 0, 1.0, scale)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

@@ -115,21 +115,26 @@ class Format:
             return tensor.detach().clone()
         x = tensor.detach()
         x = (x.cpu() if x.device.type == "mps" else x).double()  # Apple's GPUs have no float64
-        # Each element's power of two, from its float64 bits; for infinity and NaN any will do.
-        exponent = ((x.view(torch.int64) >> 52 & 0x7FF) - 1023).clamp(self._min_exponent, 1023)
-        quantum = (exponent - self.mantissa_bits + 1023 << 52).view(torch.float64)
+        # Each element's spacing, a power of two, from its float64 bits; for infinity and NaN any
+        # will do. 1023 is float64's bias.
+        exponent = (x.view(torch.int64) >> 52 & 0x7FF).clamp(self._min_exponent + 1023, 2046)
+        quantum = (exponent - self.mantissa_bits << 52).view(torch.float64)
         steps = x / quantum
         if noise is None:
             steps = torch.round(steps)
         else:
             steps = torch.copysign((steps.abs() + noise.to(x)).floor(), x)
         rounded = steps * quantum
-        overflow = torch.copysign(torch.full_like(x, self.decode(self._overflow_bits)), x)
-        rounded = torch.where(rounded.abs() > self.max, overflow, rounded)
-        lost = rounded.isfinite() & (rounded.abs() > torch.finfo(tensor.dtype).max)
-        if lost.any():
-            values = f"{x[lost][0]:g} is {rounded[lost][0]:g} in {self.name}"
-            raise ValueError(f"tensor has dtype {tensor.dtype}: {values}, give a wider one.")
+        if self.finite_only:
+            rounded = rounded.clamp(-self.max, self.max)
+        else:
+            overflow = torch.copysign(torch.full_like(x, math.inf), x)
+            rounded = torch.where(rounded.abs() > self.max, overflow, rounded)
+        if self.max > torch.finfo(tensor.dtype).max:
+            lost = rounded.isfinite() & (rounded.abs() > torch.finfo(tensor.dtype).max)
+            if lost.any():
+                values = f"{x[lost][0]:g} is {rounded[lost][0]:g} in {self.name}"
+                raise ValueError(f"tensor has dtype {tensor.dtype}: {values}, give a wider one.")
         return rounded.to(tensor.device, tensor.dtype)
 
     def _exponent(self, value: float) -> int:
