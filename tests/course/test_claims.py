@@ -11,7 +11,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
-from amp_utils.course import CourseError, claims, notebook
+from amp_utils.course import CourseError, claims, notebook, pages
 from amp_utils.course.__main__ import main
 from amp_utils.course.cells import evaluate
 from amp_utils.course.claims import Claim
@@ -288,6 +288,17 @@ def test_machines_stand_side_by_side(course):
     assert "| it gives | an old machine | a GPU | verdict |" in text
     assert "| 8 | 8: holds [1] | 7: does not hold [2] | depends on hardware: The chip. |" in text
     assert "| Hearsay. | A paper, table 1 (not seen) | 8 | 8 [1] | – | reproduced |" in text
+
+
+def test_a_row_leads_to_an_anchor_of_the_lessons_page(course):
+    root = course({"eight": ENTRY}, {"eight": old(8)})
+    assert main(["--root", str(root), "claims", "--render"]) == 0
+    lesson = notebook.read(root / "notebooks" / "01_float_formats.ipynb")
+    anchor = f"cell-id={lesson.cells[0].id}"
+    page = (root / "notebooks" / "claims.html").read_text()
+    assert f'href="01_float_formats.ipynb#{anchor}"' in page
+    assert f'href="../build/handout/pages/01_float_formats.html#{anchor}"' in page
+    assert f'id="{anchor}"' in pages.cells(lesson, root, True)
 
 
 def test_a_falsified_value_is_contradicted(course, capsys):

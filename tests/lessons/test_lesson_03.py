@@ -75,6 +75,17 @@ def test_my_autocast_nests_and_spares_what_no_rule_names(lesson):
     assert layer.weight.grad is not None and (x @ x).dtype == torch.float32
 
 
+def test_my_autocast_casts_a_weight_once_in_a_region_and_anew_in_the_next(lesson):
+    torch.manual_seed(0)
+    x, layer, region = torch.randn(2, 4), nn.Linear(4, 4), lesson.my_autocast("cpu")
+    with region:
+        before = layer(x)
+        layer.weight.data.zero_()
+        assert torch.equal(layer(x), before)
+    with region:
+        assert not torch.equal(layer(x), before)
+
+
 def test_one_region_around_the_loop_repeats_the_first_loss(lesson):
     torch.manual_seed(0)
     x, labels, model = torch.randn(8, 8), torch.arange(8), nn.Linear(8, 8)

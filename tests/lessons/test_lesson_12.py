@@ -80,7 +80,7 @@ def test_chance_of_equal_differences_is_two_ways_in_all(lesson, n):
 
 
 def test_accuracy_counts_pixels_on_the_right_side_of_grey(lesson):
-    assert lesson.pixel_accuracy(lesson.board * 0.2 + 0.4) == 1
+    assert lesson.pixel_accuracy(lesson.board * 0.02 + 0.49) == 1
     half = lesson.board.clone()
     half[: SIZE * SIZE // 2] = 1 - half[: SIZE * SIZE // 2]
     assert lesson.pixel_accuracy(half) == 0.5

@@ -77,15 +77,6 @@ def test_outside_is_what_numpy_says(lesson):
     assert lesson.outside(x, -0.5, 1).tolist() == expected.tolist()
 
 
-def test_bits_apart_counts_as_python_does(lesson):
-    random = torch.Generator().manual_seed(2)
-    a, b = (
-        torch.randint(-(2**15), 2**15, (500,), generator=random).to(torch.int16) for _ in range(2)
-    )
-    expected = [((i ^ j) & 0xFFFF).bit_count() for i, j in zip(a.tolist(), b.tolist(), strict=True)]
-    assert lesson.bits_apart(a.view(torch.float16), b.view(torch.float16)).tolist() == expected
-
-
 @each("width", [1, 2, 9])
 def test_moving_mean_is_a_convolution(lesson, width):
     x = torch.rand(40, generator=torch.Generator().manual_seed(3)).double()

@@ -27,6 +27,8 @@ class Watch:
         self.inside, self.networks = [], {}
 
     def enter(self, network, inputs) -> None:
+        if torch.compiler.is_compiling():  # the outermost network has been noted before
+            return
         if not self.inside:
             tensors = [*inputs, *network.parameters()]
             shapes = [tuple(t.shape) for t in tensors if isinstance(t, torch.Tensor)]
@@ -34,6 +36,8 @@ class Watch:
         self.inside.append(network)
 
     def leave(self, network, *_) -> None:
+        if torch.compiler.is_compiling():
+            return
         while self.inside and self.inside.pop() is not network:  # those that raised
             continue
 

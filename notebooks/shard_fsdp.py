@@ -1,0 +1,96 @@
+"""FSDP2 with mixed precision: torchrun --nproc-per-node 2 shard_fsdp.py"""
+
+import argparse
+import math
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Traffic(TorchDispatchMode):
+    """Notes each kind of message between the ranks, and its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages = {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "c10d":
+            name = op._opname.strip("_").removesuffix("_base")
+            self.messages[name] = str(args[0].dtype)
+        return op(*args, **(kwargs or {}))
+
+
+def sharded(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> nn.Module:
+    """A small network, of which each rank keeps a piece."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
+    return fully_shard(net, mesh=init_device_mesh(device.type, (ranks,)), mp_policy=policy)
+
+
+def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> dict:
+    """Where the first weight has which dtype, in one forward and backward pass."""
+    net = sharded(device, ranks, policy)
+    weight, seen = net[0].weight, {}
+    net[0].register_forward_hook(lambda layer, *_: seen.update(used=str(layer.weight.dtype)))
+    seen["kept"], seen["piece"] = str(weight.dtype), list(weight.to_local().shape)
+    with Traffic() as traffic:
+        output = net(torch.ones(4, 2, device=device))
+        output.float().square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0)
+    seen |= {"norm": type(norm).__name__, "length": norm.full_tensor().item()}
+    return (
+        seen
+        | traffic.messages
+        | {"output": str(output.dtype), "gradient": str(weight.grad.dtype)}
+    )
+
+
+def overflow_in_one_piece(rank: int, ranks: int, device: torch.device) -> dict:
+    """One fp16 step with an infinite number in the last rank's piece of a gradient."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    net = sharded(device, ranks, policy)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+    loss = net(torch.ones(4, 2, device=device)).float().square().mean()
+    scaler.scale(loss).backward()
+    piece, before = net[0].weight.grad.to_local(), net[0].weight.to_local().clone()
+    if rank == ranks - 1:
+        piece[0, 0] = math.inf
+    infinities = piece.isinf().sum().item()
+    scaler.step(optimizer)
+    scaler.update()
+    moved = (net[0].weight.to_local() - before).abs().max().item()
+    return {"infinities": infinities, "moved": moved, "scale": scaler.get_scale()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    chosen = parser.parse_args()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    enough = chosen.device == "cuda" and torch.cuda.device_count() >= ranks
+    device = torch.device("cuda", rank) if enough else torch.device("cpu")
+    if enough:
+        torch.cuda.set_device(rank)
+    meeting = os.environ.get("INIT_METHOD", "env://")
+    dist.init_process_group(
+        "nccl" if enough else "gloo", init_method=meeting, rank=rank, world_size=ranks
+    )
+
+    plain = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    saved = {"a": dtypes(device, ranks, plain), "b": dtypes(device, ranks, wide)}
+    saved["overflow"] = overflow_in_one_piece(rank, ranks, device)
+    torch.save(saved, f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""AMP on several ranks. On a machine with 8 GPUs: torchrun --nproc-per-node 8 train_ddp.py"""
+
+import argparse
+import math
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+Message = torch.futures.Future[torch.Tensor]
+
+
+def points() -> tuple[torch.Tensor, torch.Tensor]:
+    """240 points of a square and the height of a wave there."""
+    x = torch.cartesian_prod(torch.linspace(-1, 1, 16), torch.linspace(-1, 1, 15))
+    return x, torch.sin(3 * x[:, :1]) * x[:, 1:]
+
+
+def train(
+    rank, ranks, device, dtype, steps, overflow_step=-1, wrap=lambda net: net, seed=0
+) -> dict:
+    """Train on this rank's share of the points; the weights, losses and skips of each step."""
+    torch.manual_seed(seed + rank)
+    net = wrap(nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    amp = dtype != torch.float32
+    scaler = torch.amp.GradScaler(
+        device.type, init_scale=1024.0, enabled=dtype == torch.float16
+    )
+    story = {"weights": [], "loss": [], "finite": [], "skipped": []}
+    for step in range(steps):
+        x, y = points()
+        if step == overflow_step:
+            y[-1] = math.inf  # the last sample belongs to the last rank
+        x, y = x[rank::ranks].to(device), y[rank::ranks].to(device)
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype=dtype, enabled=amp):
+            output = net(x)
+            loss = nn.functional.mse_loss(output, y)
+        scaler.scale(loss).backward()  # DDP averages the gradients of all ranks in here
+        finite = all(p.grad.isfinite().all().item() for p in net.parameters())
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        weights = nn.utils.parameters_to_vector(net.parameters()).detach().cpu()
+        values = weights.clone(), loss.item(), finite, scaler.get_scale() < scale
+        for column, value in zip(story.values(), values, strict=True):
+            column.append(value)
+    return story | {"output": str(output.dtype)}
+
+
+def average(state: tuple[list, torch.dtype], bucket: dist.GradBucket) -> Message:
+    """A communication hook: gradients travel in the dtype of your choice."""
+    sent, dtype = state
+    message = bucket.buffer().to(dtype).div_(dist.get_world_size())
+    sent.append(message.nbytes)
+    dist.all_reduce(message)
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer().copy_(message))
+    return done
+
+
+def accumulate(rank, ranks, device, dtype=torch.float32, quiet: bool = True) -> dict:
+    """One gradient from four micro-batches; `quiet` ranks exchange the last one only."""
+    torch.manual_seed(0)
+    net, sent = DistributedDataParallel(nn.Linear(64, 64).to(device)), []
+    net.register_comm_hook((sent, dtype), average)
+    batches = torch.randn(4, ranks, 16, 64)[:, rank].to(device)
+    for i, batch in enumerate(batches):
+        with net.no_sync() if quiet and i < 3 else nullcontext():
+            (net(batch).square().mean() / 4).backward()
+    return {"sent": sent, "gradient": net.module.weight.grad.cpu()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--overflow-step", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    enough = chosen.device == "cuda" and torch.cuda.device_count() >= ranks
+    backend, device = ("nccl", f"cuda:{rank}") if enough else ("gloo", "cpu")
+    if enough:
+        torch.cuda.set_device(rank)
+    meeting = os.environ.get("INIT_METHOD", "env://")
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks)
+
+    device, saved = torch.device(device), {"backend": backend}
+    for dtype in (torch.float32, torch.float16):
+        bad = chosen.overflow_step if dtype == torch.float16 else -1
+        settings = chosen.steps, bad, DistributedDataParallel, chosen.seed
+        saved[str(dtype)] = train(rank, ranks, device, dtype, *settings)
+    saved["every"] = accumulate(rank, ranks, device, quiet=False)
+    saved["last"] = accumulate(rank, ranks, device)
+    saved["bf16"] = accumulate(rank, ranks, device, torch.bfloat16)
+    try:
+        DistributedDataParallel(nn.Linear(1, 1), device_ids=[0, 1])
+    except ValueError as error:
+        saved["two devices"] = str(error)
+    torch.save(saved, f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
