@@ -75,7 +75,8 @@ class Chart:
 class _Counts(TorchDispatchMode):
     def __init__(self, chart: Chart, net: nn.Module) -> None:
         super().__init__()
-        self.chart, self.weights = chart, {p.data_ptr() for p in net.parameters()}
+        self.chart = chart  # weights are known by their place, which must not be given away
+        self.weights = {p.data_ptr(): p.detach() for p in net.parameters()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
@@ -215,7 +216,7 @@ class Ward:
 
         return run
 
-    def findings(self, loop: Loop, few: int = 4) -> list[str]:
+    def findings(self, loop: Loop, few: int = 3) -> list[str]:
         """What `amp_utils.doctor` says of the first few batches, notes left out."""
         torch.manual_seed(self.seed)
         net, few = self.network(), self.batches[:few]
