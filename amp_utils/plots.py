@@ -90,12 +90,13 @@ def curves(
     ylabel: str,
     alt: str,
     log: bool = True,
+    low: float | None = None,
     x: Sequence[float] | None = None,
     dots: Collection[str] = (),
 ) -> None:
     """Plot each series against `x`, or the step number, labelled at its end; a gap is inf or NaN.
 
-    The series named in `dots` are drawn as separate points.
+    The y-axis begins at `low`, where given. The series named in `dots` are separate points.
     """
     with _drawing(alt, (7, 3.2)) as axes:
         formats = [COLORS.get(label.split()[0]) for label in series]
@@ -108,6 +109,7 @@ def curves(
                 look |= {"linestyle": "", "marker": ".", "zorder": 1}
             axes.plot(x or range(1, len(values) + 1), values, **look)
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel, yscale="log" if log else "linear")
+        axes.set_ylim(bottom=low)
         _label_ends(axes)
 
 

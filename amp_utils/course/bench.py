@@ -234,7 +234,7 @@ class Bench:
     def taught(self, steps: Steps, count: int) -> Run:
         """Steps in the training loop of lesson 10, read from its notebook."""
         lesson = notebook.load("10", device=self.device, on_gpu=not self.on_cpu)
-        name, data = "fp32" if self.on_cpu else "fp16", [(steps.inputs, steps.targets)]
+        name, data = "fp32" if self.on_cpu else "fp16", (steps.inputs, steps.targets)
         return partial(lesson.train, name, steps.net, steps.optimizer, steps.scaler, data, count)
 
     def recipe(self, width=512, batch=256, **how) -> list[Result]:
@@ -255,7 +255,10 @@ class Bench:
         seconds = [median(getattr(timing, CLOCKS[gain.clock])) for timing in taken]
         self.tables.append(table(name, seconds, median(gain.values)))
         products = self.result(f"{name}: its products, fp32 / 16 bits", truediv, products)
-        return [self.result(f"{name}: step, fp32 / 16 bits", truediv, step), products, share, gain]
+        # The published gain is that of the recipe's own size, 4096/512, on a GPU.
+        goal = {"bar": math.inf, "floor": 2.44} if name == "recipe 4096/512" else {}
+        step = self.result(f"{name}: step, fp32 / 16 bits", truediv, step, **goal)
+        return [step, products, share, gain]
 
     def large(self) -> list[Result]:
         return self.recipe(2048 if self.on_cpu else 4096, 512, warmup=0, patience=30)
@@ -368,6 +371,10 @@ def command(root: Path, pairs: Sequence[str], device: str, repeats: int, patienc
         chosen = [name for name in chosen if name not in SWEEPS]
     torch.set_num_threads(1)
     bench, results, failed = Bench(device, repeats, patience), [], False
+    about = {"device": describe(device), "torch": torch.__version__, "date": str(date.today())}
+    about |= {"results": results, "tables": bench.tables}
+    path = root / "runs" / f"bench-{device.type}.json"
+    path.parent.mkdir(exist_ok=True)
     print(f"{'':<44}{'median':>8}{'95% interval':>16}{'bar':>8}{'n':>4}  clock")
     for name in chosen:
         try:
@@ -377,10 +384,6 @@ def command(root: Path, pairs: Sequence[str], device: str, repeats: int, patienc
         except CourseError as error:  # the other pairs are still worth their minutes
             print(error, file=sys.stderr)
             failed = True
+        write_whole(path, json.dumps(about, indent=1, default=vars))  # a cut-off run leaves it
     print(*bench.tables, sep="\n")
-    about = {"device": describe(device), "torch": torch.__version__, "date": str(date.today())}
-    about |= {"results": results, "tables": bench.tables}
-    path = root / "runs" / f"bench-{device.type}.json"
-    path.parent.mkdir(exist_ok=True)
-    write_whole(path, json.dumps(about, indent=1, default=vars))
     return int(failed or any(result.verdict == "broken" for result in results))

@@ -158,8 +158,9 @@ def adopt(root: Path, folder: Path) -> int:
         raise CourseError(f"{shown(folder)} holds no results.json of `gpu`.", 2) from None
     values = {k: v for row in results["rows"] for k, v in row.get("claims", {}).items()}
     readme = root / "README.md"
+    machine, version, day = origin.values()
     text = outline.with_table(
-        readme, "GPU", f"{', '.join(origin.values())}:\n\n{benchmarks(results)}"
+        readme, "GPU", f"{machine}, torch {version}, {day}:\n\n{benchmarks(results)}"
     )
     wrong = claims.adopt(root / "notebooks", values, **origin)
     write_whole(readme, text)

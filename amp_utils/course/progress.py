@@ -40,6 +40,6 @@ def command(root: Path) -> None:
     if wrong:
         console.print("\nPredictions that were wrong; the lesson says why:")
     for path, text in wrong:
-        console.print(f"  notebooks/{path.name}: {text}")
+        console.print(f"  notebooks/{path.name}: {text}", soft_wrap=True)
     done = "Every exercise is solved." if following is None else f"Next: notebooks/{following.name}"
     console.print(f"\n{done}")

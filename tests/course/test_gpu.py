@@ -207,7 +207,10 @@ def test_a_run_is_adopted(tmp_path, capsys):
     measured = json.loads((tmp_path / "notebooks" / "measured.json").read_text())
     assert measured[name]["a GPU"] == {"value": 7, "torch": "2.13.0", "date": "2026-11-21"}
     readme = (tmp_path / "README.md").read_text()
-    assert "a GPU, 2.13.0, 2026-11-21:" in readme and "| a / b | 3.000 | 2.000 to 4.000 |" in readme
+    assert (
+        "a GPU, torch 2.13.0, 2026-11-21:" in readme
+        and "| a / b | 3.000 | 2.000 to 4.000 |" in readme
+    )
     assert (folder / "pages" / "06_grad_scaler.html").exists()
 
 

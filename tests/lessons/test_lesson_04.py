@@ -48,6 +48,14 @@ def test_a_lean_product_keeps_what_torch_keeps_and_a_decorated_one_twice_as_much
     ]
 
 
+def test_a_lean_product_refuses_a_second_derivative(lesson):
+    with torch.autocast("cpu", dtype=lesson.low):
+        output = lesson.LeanProduct.apply(lesson.a, lesson.b)
+    (first,) = torch.autograd.grad(output.float().square().sum(), lesson.a, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 def test_of_the_fallbacks_only_both_together_run(lesson):
     mixed = lesson.a.detach().to(lesson.low).requires_grad_(), lesson.b
     for half_done in (lesson.only_float, lesson.only_off):
