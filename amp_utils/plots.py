@@ -242,13 +242,11 @@ def scale_history(
         marks = [mark for *mark, skip in zip(steps, scales, skipped, strict=True) if skip]
         if marks:
             cross = {"marker": "X", "color": RED, "markersize": 7, "linestyle": ""}
-            above.plot(*zip(*marks, strict=True), **cross)
-            note = {"xytext": (9, -6), "textcoords": "offset points", "va": "top", "color": RED}
-            note["bbox"] = {"color": "white", "alpha": 0.8, "pad": 1}
-            above.annotate("skipped: inf or NaN", marks[0], **note)
+            above.plot(*zip(*marks, strict=True), label="skipped: inf or NaN", **cross)
         if any(scale > 0 for scale in scales):
             above.set_yscale("log", base=2)
         above.set(title=title, ylabel="loss scale")
+        _label_ends(above)
         for i, (label, values) in enumerate((errors or {}).items()):
             look = {"color": CYCLE[i % 6], "linestyle": LINES[i % 6], "label": label}
             axes[1, 0].plot(range(1, len(values) + 1), values, **look)

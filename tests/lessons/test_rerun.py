@@ -28,6 +28,7 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "10_amp_recipe": {"precision": "bf16", "batch": 32, "width": 64, "repeats": 1, "seed": 1},
     "11_checkpoint_and_inference": {"precision": "bf16", "steps": 3, "seed": 1},
     "12_checkerboard_cnn": {"precision": "bf16", "steps": 20, "seeds": 2, "squares": 2},
+    "14_debugging_clinic": {"steps": 24, "seed": 1},
     "A1_tensors_and_autograd": {"steps": 600, "seed": 4},
     "A2_modules": {"noise": 0.8, "steps": 6000, "seed": 1},
     "A3_broadcasting": {"steps": 200, "batch": 2, "length": 16, "seed": 3},
