@@ -78,7 +78,8 @@ def _agree(guess: Any, answer: Any, within: float) -> bool:
         pairs = zip(guess, answer, strict=False)
         return len(guess) == len(answer) and all(_agree(a, b, within) for a, b in pairs)
     if isinstance(guess, int | float) and isinstance(answer, int | float):
-        return guess == answer or abs(guess - answer) <= within
+        both_nan = guess != guess and answer != answer
+        return guess == answer or both_nan or abs(guess - answer) <= within
     names = [str(value).strip().lower().removeprefix("torch.") for value in (guess, answer)]
     return names[0] == names[1]
 

@@ -57,6 +57,8 @@ def test_limits_are_said_in_words():
         ([2], [2.0, 256.0], "✗ you predicted [2]; measured: [2.0, 256.0]"),
         (2.6, 2.0, "✗ you predicted 2.6; measured: 2.0"),
         (math.inf, math.inf, "✓"),
+        ([math.nan, 1], [math.nan, math.inf], "✗"),
+        (math.nan, math.nan, "✓"),
         ("2", 2, "✓"),
     ],
 )
