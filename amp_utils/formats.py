@@ -23,9 +23,11 @@ class Format:
     A bit pattern is an int from 0 up, `bits` wide, with the sign on top. tf32 has no torch dtype:
     in hardware it is a float32 whose last 13 mantissa bits are ignored; here it is the 19 bits that
     remain. `finite_only` marks fp8 e4m3fn: no infinities, NaN only where all bits but the sign are
-    one; values that are too large, infinity included, become the largest one, as in torch 2.13's
-    ``.to()``. `bias` is added to a power of two to give its exponent field, `eps` is the spacing
-    just above 1, and half of `smallest_subnormal` or less rounds to zero.
+    one; values that are too large, infinity included, become the largest one, as in ``.to()`` since
+    torch 2.13. Without `has_nan` (fp6 and fp4, OCP Microscaling 1.0) there is no NaN either; torch
+    has a dtype for pairs of fp4 numbers and none for fp6. `bias` is added to a power of two to give
+    its exponent field, `eps` is the spacing just above 1, and half of `smallest_subnormal` or less
+    rounds to zero.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Format:
     mantissa_bits: int
     dtype: torch.dtype | None
     finite_only: bool = False
+    has_nan: bool = True
 
     def __post_init__(self) -> None:
         self.bits = 1 + self.exponent_bits + self.mantissa_bits
@@ -43,7 +46,7 @@ class Format:
         self.smallest_subnormal = self.smallest_normal * self.eps
         ones = 2 ** (self.bits - 1) - 1
         infinity = ones + 1 - 2**self.mantissa_bits
-        self._max_bits = ones - 1 if self.finite_only else infinity - 1
+        self._max_bits = ones - self.has_nan if self.finite_only else infinity - 1
         self._overflow_bits = self._max_bits if self.finite_only else infinity
         self._nan_bits = ones if self.finite_only else infinity + 2 ** (self.mantissa_bits - 1)
         self.max = self.decode(self._max_bits)
@@ -71,11 +74,14 @@ class Format:
     def encode(self, value: float) -> int:
         """The bit pattern of `value`, rounded half to even.
 
-        Values that are too large become infinity (e4m3fn: the largest value). NaN becomes the quiet
-        NaN of its sign; torch's own NaN patterns differ between kernels.
+        Values that are too large become infinity (`finite_only`: the largest value). NaN becomes
+        the quiet NaN of its sign; torch's own NaN patterns differ between kernels. ValueError for a
+        NaN in a format that has none.
         """
         sign = (math.copysign(1.0, value) < 0) << (self.bits - 1)
         if math.isnan(value):
+            if not self.has_nan:
+                raise ValueError(f"value = nan has no pattern in {self.name}: give a number.")
             return sign | self._nan_bits
         if math.isinf(value):
             return sign | self._overflow_bits
@@ -94,28 +100,41 @@ class Format:
             return abs(value) * math.inf
         return math.ldexp(1.0, self._exponent(value) - self.mantissa_bits)
 
-    def round(self, tensor: torch.Tensor) -> torch.Tensor:
+    def round(self, tensor: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """Round every element to this format, half to even; shape and dtype stay those of `tensor`.
 
-        The arithmetic is float64 on the CPU. Not differentiable. TypeError for a tensor that is not
-        floating; ValueError if a rounded value is too large for its dtype: 65504 in float16 is
-        65536 in bf16.
+        With `noise`, uniform in [0, 1) and of the same shape, the rounding is stochastic: away from
+        zero with a probability that is the distance from the neighbour below, in spacings, so that
+        the mean is exact (up to `max`). The arithmetic is float64. NaN stays NaN in every format.
+        Not differentiable. TypeError for a tensor that is not floating; ValueError if a rounded
+        value is too large for its dtype: 65504 in float16 is 65536 in bf16.
         """
         if not tensor.is_floating_point():
             raise TypeError(f"tensor has dtype {tensor.dtype}: give a floating-point tensor.")
         if self.mantissa_bits == 52:  # float64 already: every tensor holds fp64 values
             return tensor.detach().clone()
-        x = tensor.detach().cpu().double()
-        # Each element's power of two, from its float64 bits; for infinity and NaN any will do.
-        exponent = ((x.view(torch.int64) >> 52 & 0x7FF) - 1023).clamp(self._min_exponent, 1023)
-        quantum = (exponent - self.mantissa_bits + 1023 << 52).view(torch.float64)
-        rounded = torch.round(x / quantum) * quantum
-        overflow = torch.copysign(torch.full_like(x, self.decode(self._overflow_bits)), x)
-        rounded = torch.where(rounded.abs() > self.max, overflow, rounded)
-        lost = rounded.isfinite() & (rounded.abs() > torch.finfo(tensor.dtype).max)
-        if lost.any():
-            values = f"{x[lost][0]:g} is {rounded[lost][0]:g} in {self.name}"
-            raise ValueError(f"tensor has dtype {tensor.dtype}: {values}, give a wider one.")
+        x = tensor.detach()
+        x = (x.cpu() if x.device.type == "mps" else x).double()  # Apple's GPUs have no float64
+        # Each element's spacing, a power of two, from its float64 bits; for infinity and NaN any
+        # will do. 1023 is float64's bias.
+        exponent = (x.view(torch.int64) >> 52 & 0x7FF).clamp(self._min_exponent + 1023, 2046)
+        quantum = (exponent - self.mantissa_bits << 52).view(torch.float64)
+        steps = x / quantum
+        if noise is None:
+            steps = torch.round(steps)
+        else:
+            steps = torch.copysign((steps.abs() + noise.to(x)).floor(), x)
+        rounded = steps * quantum
+        if self.finite_only:
+            rounded = rounded.clamp(-self.max, self.max)
+        else:
+            overflow = torch.copysign(torch.full_like(x, math.inf), x)
+            rounded = torch.where(rounded.abs() > self.max, overflow, rounded)
+        if self.max > torch.finfo(tensor.dtype).max:
+            lost = rounded.isfinite() & (rounded.abs() > torch.finfo(tensor.dtype).max)
+            if lost.any():
+                values = f"{x[lost][0]:g} is {rounded[lost][0]:g} in {self.name}"
+                raise ValueError(f"tensor has dtype {tensor.dtype}: {values}, give a wider one.")
         return rounded.to(tensor.device, tensor.dtype)
 
     def _exponent(self, value: float) -> int:
@@ -129,6 +148,10 @@ FP16 = Format("fp16", 5, 10, torch.float16)
 BF16 = Format("bf16", 8, 7, torch.bfloat16)
 E4M3FN = Format("e4m3fn", 4, 3, torch.float8_e4m3fn, finite_only=True)
 E5M2 = Format("e5m2", 5, 2, torch.float8_e5m2)
+# fp6 and fp4: with block scales only, so they are not among the formats that `of` finds.
+E3M2 = Format("e3m2", 3, 2, None, finite_only=True, has_nan=False)
+E2M3 = Format("e2m3", 2, 3, None, finite_only=True, has_nan=False)
+E2M1 = Format("e2m1", 2, 1, None, finite_only=True, has_nan=False)
 
 FORMATS: dict[str, Format] = {f.name: f for f in (FP64, FP32, TF32, FP16, BF16, E4M3FN, E5M2)}
 

@@ -189,15 +189,23 @@ def range_bars(formats: Sequence[Format], *, title: str, alt: str) -> None:
 
 
 def number_line(
-    rows: Mapping[str, Sequence[float]], *, ticks: Sequence[float], title: str, alt: str
+    rows: Mapping[str, Sequence[float]],
+    *,
+    ticks: Sequence[float],
+    names: Sequence[str] | None = None,
+    title: str,
+    alt: str,
 ) -> None:
-    """The numbers of each row as strokes on a common line, with an axis that names only `ticks`."""
+    """The numbers of each row as strokes on a common line, with an axis that names only `ticks`.
+
+    `names` are written at the ticks in place of their values.
+    """
     with _drawing(alt, (7.6, 0.42 * len(rows) + 0.9)) as axes:
         for y, (label, numbers) in enumerate(rows.items()):
-            axes.plot(ticks[:: len(ticks) - 1], [-y, -y], color="#999999", linewidth=0.8)
+            axes.plot([ticks[0], ticks[-1]], [-y, -y], color="#999999", linewidth=0.8)
             axes.vlines(numbers, -y - 0.3, -y + 0.3, color=COLORS.get(label, BLACK), linewidth=1.4)
         axes.set_yticks(range(0, -len(rows), -1), list(rows))
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_xticks(ticks, names or [f"{tick:g}" for tick in ticks])
         axes.tick_params(left=False)
         axes.spines["left"].set_visible(False)
         axes.set(title=title, ylim=(0.5 - len(rows), 0.6))
@@ -242,13 +250,11 @@ def scale_history(
         marks = [mark for *mark, skip in zip(steps, scales, skipped, strict=True) if skip]
         if marks:
             cross = {"marker": "X", "color": RED, "markersize": 7, "linestyle": ""}
-            above.plot(*zip(*marks, strict=True), **cross)
-            note = {"xytext": (9, -6), "textcoords": "offset points", "va": "top", "color": RED}
-            note["bbox"] = {"color": "white", "alpha": 0.8, "pad": 1}
-            above.annotate("skipped: inf or NaN", marks[0], **note)
+            above.plot(*zip(*marks, strict=True), label="skipped: inf or NaN", **cross)
         if any(scale > 0 for scale in scales):
             above.set_yscale("log", base=2)
         above.set(title=title, ylabel="loss scale")
+        _label_ends(above)
         for i, (label, values) in enumerate((errors or {}).items()):
             look = {"color": CYCLE[i % 6], "linestyle": LINES[i % 6], "label": label}
             axes[1, 0].plot(range(1, len(values) + 1), values, **look)

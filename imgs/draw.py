@@ -134,10 +134,74 @@ def loss_scaling(axes: Axes) -> None:
     axes.set(xlim=(-44, 21), ylim=(-0.42, 1.75))
 
 
+TREE = {
+    "the loss is NaN": [
+        ("in the very first loss?", "A number above 65504: divide\nfirst, or take bf16. 14, 17"),
+        ("after Adam's first step?", "fp16 weights, and eps is 0:\nkeep float32 weights. 9"),
+        ("only when compiled?", "The backward pass inherits\nautocast. 19"),
+        ("only scaled gradients,\nnow and then?", "Nothing: the scaler is\nsearching. 7, 25"),
+    ],
+    "the loss is flat, or wrong": [
+        ("casts: a handful?", "A region around the\nwhole loop. 12"),
+        ("scaler, and a clip?", "unscale_ first, once\na step. 4, 8"),
+        ("few steps taken?", "Skips: look at schedule,\ncheckpoint, range. 15–18"),
+        ("16-bit weights, averages\nor positions?", "Keep them in\nfloat32. 10, 11, 13"),
+    ],
+    "it is slower": [
+        ("some layers in float32?", "A region is missing, as\nin the validation. 22"),
+        ("bf16, and a scaler?", "enabled=False. 20"),
+        ("no matrix units,\nor small products?", "Larger batches, or\nfloat32 (lesson 10)"),
+    ],
+    "it needs more memory": [
+        ("casts: more than one a\nweight and step?", "One region around\nall calls. 21"),
+        ("one region, open long?", "The cache itself:\nclear_autocast_cache()"),
+        ("losses kept as tensors?", "Keep loss.item(): a loss\nholds its whole graph"),
+    ],
+}
+
+
+def decision_tree(axes: Axes) -> None:
+    """What to ask of a sick training loop, and in which order; numbers are lesson 14's patients."""
+
+    def box(x: float, y: float, width: float, height: float, words: str, color: str) -> None:
+        shape = FancyBboxPatch(
+            (x, y), width, height, boxstyle="round,pad=0.04", facecolor=color, edgecolor="#555555"
+        )
+        axes.add_patch(shape)
+        style = {"ha": "center", "va": "center", "fontsize": 10.5, "fontweight": "bold"}
+        axes.text(x + width / 2, y + height / 2, words, **style)
+
+    def arrow(x: float, begin: float, end: float, words: str = "") -> None:
+        style = {"arrowstyle": "-|>", "lw": 1.5, "color": "#333333"}
+        axes.annotate("", xy=(x, end), xytext=(x, begin), arrowprops=style)
+        axes.text(x + 0.1, (begin + end) / 2, words, va="center", fontsize=10)
+
+    for y, words, answer in (
+        (9.3, "does it raise?", "Read the message to its end, then look further up. 1–7"),
+        (8.1, "the same in float32?", "It is not AMP: data 23, learning rate 24, or the model."),
+    ):
+        box(0, y, 3.3, 0.7, words, LOW)
+        axes.text(3.5, y + 0.35, f"yes → {answer}", va="center", fontsize=10.5)
+        arrow(1.65, y - 0.06, y - 0.44, "no")
+    axes.plot([1.65, 1.65 + 3 * 3.55], [7.62, 7.62], color="#333333", lw=1.5)
+    for column, (symptom, rows) in enumerate(TREE.items()):
+        x = 3.55 * column
+        arrow(x + 1.65, 7.64, 7.28)
+        box(x, 6.55, 3.3, 0.7, symptom, FULL)
+        for row, (question, answer) in enumerate(rows):
+            y = 6.15 - 1.6 * row
+            style = {"va": "top", "fontsize": 10, "linespacing": 1.15}
+            axes.text(x + 0.05, y, question, fontweight="bold", **style)
+            lower = y - 0.06 - 0.28 * (1 + question.count("\n"))
+            axes.text(x + 0.05, lower, f"→ {answer}".replace("\n", "\n    "), **style)
+    axes.set(xlim=(-0.1, 14.1), ylim=(0, 10.1))
+
+
 PICTURES: dict[Callable[[Axes], None], tuple[float, float]] = {
     format_anatomy: (9.6, 3.4),
     amp_step: (9.6, 3.6),
     loss_scaling: (9.6, 3.2),
+    decision_tree: (10.6, 6.6),
 }
 
 

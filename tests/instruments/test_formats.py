@@ -10,7 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_utils import formats
-from amp_utils.formats import BF16, E4M3FN, E5M2, FORMATS, FP16, FP32, FP64, TF32
+from amp_utils.formats import (
+    BF16,
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3FN,
+    E5M2,
+    FORMATS,
+    FP16,
+    FP32,
+    FP64,
+    TF32,
+)
 
 GFLOAT = {
     FP64: gf.format_info_binary64,
@@ -19,7 +31,11 @@ GFLOAT = {
     BF16: gf.format_info_bfloat16,
     E4M3FN: gf.format_info_ocp_e4m3,
     E5M2: gf.format_info_ocp_e5m2,
+    E3M2: gf.format_info_ocp_e3m2,
+    E2M3: gf.format_info_ocp_e2m3,
+    E2M1: gf.format_info_ocp_e2m1,
 }
+SMALL = [E3M2, E2M3, E2M1]  # fp6 and fp4, for which torch has no casts
 NARROW = [FP16, BF16, E4M3FN, E5M2]
 BITS_DTYPE = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
@@ -178,6 +194,66 @@ def test_encoding_and_rounding_agree_with_gfloat(format, value):
     assert (ours, str(ours)) == (rounded, str(rounded))
     assert format.encode(value) == gfloat.encode_float(GFLOAT[format], rounded)
     assert format.round(torch.tensor(value, dtype=torch.float64)).item() == rounded
+
+
+# ---- fp6 and fp4
+
+
+def test_fp6_and_fp4_are_gfloats_in_every_pattern_and_at_every_border():
+    for format in SMALL:
+        values = [format.decode(bits) for bits in range(1 << format.bits)]
+        theirs = [float(gfloat.decode_float(GFLOAT[format], b).fval) for b in range(len(values))]
+        assert [str(value) for value in values] == [str(value) for value in theirs]
+        assert [format.encode(value) for value in values] == list(range(len(values)))
+        x = borders(values)
+        rounded = gfloat.round_ndarray(GFLOAT[format], x.numpy(), sat=True)
+        assert same_bits(format.round(x), torch.from_numpy(rounded))
+
+
+def test_fp6_and_fp4_are_those_of_ml_dtypes():
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="a second oracle, for those who have it")
+    names = {E3M2: "float6_e3m2fn", E2M3: "float6_e2m3fn", E2M1: "float4_e2m1fn"}
+    for format, name in names.items():
+        x = borders([format.decode(bits) for bits in range(1 << format.bits)])
+        cast = x.float().numpy().astype(getattr(ml_dtypes, name)).astype("float64")
+        assert same_bits(format.round(x.float().double()), torch.from_numpy(cast))
+
+
+def borders(values: list[float]) -> torch.Tensor:
+    """float64: the values, what lies halfway between them, and their neighbours in float32."""
+    values = torch.tensor(values, dtype=torch.float64).unique()
+    points = torch.cat([values, (values[1:] + values[:-1]) / 2, 2 * values]).float()
+    ends = [points.nextafter(torch.tensor(end)) for end in (math.inf, -math.inf)]
+    return torch.cat([points, *ends, torch.tensor([-0.0, math.inf, -math.inf])]).double()
+
+
+def test_what_has_no_nan_refuses_to_encode_it_and_passes_it_through_in_a_tensor():
+    with pytest.raises(ValueError, match="value = nan has no pattern in e2m1: give a number"):
+        E2M1.encode(math.nan)
+    assert E2M1.round(torch.tensor([math.nan, 5.0])).isnan().tolist() == [True, False]
+    assert (E2M1.max, E2M3.max, E3M2.max) == (6.0, 7.5, 28.0)
+
+
+# ---- stochastic rounding
+
+
+def test_stochastic_rounding_is_unbiased_by_count():
+    noise = torch.arange(2**16, dtype=torch.float64) / 2**16  # every fraction of 16 bits, once
+    for format in (BF16, E4M3FN, E2M1):
+        for value in (1.0 + 3 * 2.0**-9, -2.75, 0.8125 * format.smallest_subnormal, 5.0, 0.0):
+            rounded = format.round(torch.full_like(noise, value), noise)
+            assert rounded.mean().item() == value, (format.name, value)
+            assert len(rounded.unique()) <= 2 and (rounded - value).abs().max() < format.ulp(value)
+
+
+def test_stochastic_rounding_keeps_what_is_representable_and_the_signs():
+    for format in (*NARROW, *SMALL):
+        patterns = [format.decode(bits) for bits in range(1 << format.bits)]
+        values = torch.tensor(patterns, dtype=torch.float64)
+        for noise in (0.0, 1 - 2.0**-40):
+            assert same_bits(format.round(values, torch.full_like(values, noise)), values)
+    tiny = torch.tensor([-1e-30, 1e-30])
+    assert E2M1.round(tiny, torch.zeros(2)).signbit().tolist() == [True, False]
 
 
 # ---- properties

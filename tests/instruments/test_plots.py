@@ -122,7 +122,7 @@ def test_the_strip_names_each_op_and_dtype_and_marks_what_differs(drawn):
 def test_the_scale_history_marks_skipped_steps_and_draws_errors_beneath(drawn):
     skipped, errors = [False, True, False], {"one": [3.0, 2.0, 1.0], "two": [3.0, 3.0, 3.0]}
     plots.scale_history([4.0, 4.0, 2.0], skipped, errors, title="t", alt="a")
-    (line, marks), beneath = drawn[0][0].axes[0].lines, drawn[0][0].axes[1].lines
+    (line, marks, *_), beneath = drawn[0][0].axes[0].lines, drawn[0][0].axes[1].lines
     assert [list(curve.get_ydata()) for curve in beneath[:2]] == list(errors.values())
     assert list(line.get_ydata()) == [4.0, 4.0, 2.0]
     assert list(marks.get_xdata()) == [2]

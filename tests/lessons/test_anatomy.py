@@ -83,6 +83,7 @@ def good(tmp_path):
         ),
         *exercise(1),
         *exercise(2),
+        *patient(1),
         text(RECAP),
         text("", "navigation"),
     ]
@@ -95,6 +96,22 @@ def good(tmp_path):
         nbformat.write(notebook, path.with_stem(name))
     notebook.cells[-1].source = outline.generated("navigation", path.parent, lesson=path.stem)
     return notebook, path
+
+
+def patient(number):
+    """One of lesson 14: symptom, loop, guess, what the learner mends, a repair, the answer."""
+    loop = "def loop(net, batches):\n    yield 1.0"
+    repair = f"lesson.predict(guess_{number}, 'A')\n\n\n@ward.repair({number})\n{STUB}"
+    folded = {"source_hidden": True, "outputs_hidden": True}
+    mended = "✓ correct\nthe doctor, before: no finding\n", "solution", "patient"
+    return [
+        text(f"### Patient {number} · A title\nIt is ill.", "patient"),
+        code(f"@ward.admit({number})\n{loop}", "loss 1.0\n", "patient", "predict"),
+        code(f"guess_{number} = None  # a letter", "", "guess"),
+        code(repair, UNGUESSED + "✎ not attempted yet\n", "exercise"),
+        code(f"# One repair\n@ward.mended({number})\n{loop}", *mended, jupyter=folded),
+        text(ANSWER, "patient"),
+    ]
 
 
 def replace(index, old, new):
@@ -155,12 +172,27 @@ FAULTS = {
         output(17, new_output("stream", text="✗ not yet\n")),
         lambda nb: nb.cells[15].metadata.update(tags=[]),
     ],
-    "numbers_rather_than_booleans": [output(6, new_output("stream", text="near: True\n"))],
-    "recap_answers_every_objective": [
-        replace(23, "\n3. **Three**: `3`.", ""),
-        replace(23, "`3`", "three"),
+    "patients_have_their_shape": [
+        replace(24, "@ward.admit(1)", "@ward.admit(2)"),
+        output(24, None),
+        replace(24, "def loop", "import os\n" * 20 + "def loop"),
+        replace(25, "guess_1", "guess_2"),
+        replace(26, "guess_1", "guess_2"),
+        replace(26, "raise NotImplementedError", "return net"),
+        output(26, new_output("stream", name="stdout", text=UNGUESSED)),
+        output(27, new_output("stream", name="stdout", text="✗ not yet\n")),
+        lambda nb: nb.cells[27].metadata.pop("jupyter"),
+        replace(28, "Answer", "Reply"),
+        lambda nb: nb.cells[26].metadata.update(tags=[]),
     ],
-    "navigation_is_up_to_date": [replace(24, "Contents", "Index")],
+    "numbers_rather_than_booleans": [
+        output(6, new_output("stream", text="near: True\nfar: False\n"))
+    ],
+    "recap_answers_every_objective": [
+        replace(29, "\n3. **Three**: `3`.", ""),
+        replace(29, "`3`", "three"),
+    ],
+    "navigation_is_up_to_date": [replace(30, "Contents", "Index")],
     "pictures_have_alt_text_and_are_local": [
         replace(12, "a picture that is described", ""),
         replace(12, "../imgs/here.svg", "https://example.org/picture.svg"),
@@ -196,7 +228,9 @@ FAULTS = {
     ],
     "kernel_is_python3": [lambda nb: nb.metadata.kernelspec.update(name="my-kernel")],
     "few_outputs_are_ignored": [
-        lambda nb: [nb.cells[i].metadata.tags.append("nbval-ignore-output") for i in (2, 6, 10)],
+        lambda nb: [
+            nb.cells[i].metadata.tags.append("nbval-ignore-output") for i in (2, 6, 10, 24)
+        ],
         lambda nb: nb.cells[6].metadata.tags.append("nbval-skip"),
     ],
     "no_commented_out_code": [

@@ -63,10 +63,13 @@ def test_hands_off_in_the_middle(lesson):
 
 
 def test_training_in_bites_stays_near_the_big_batch_and_an_early_unscale_does_not(lesson):
-    big = lesson.train(1, torch.float32)
-    bites, early = (lesson.train(8, torch.float16, look_early=look) for look in (False, True))
+    big, lengths, _ = lesson.train(1, torch.float32)
+    (bites, *_), (early, cut, _) = (
+        lesson.train(8, torch.float16, look_early=look) for look in (False, True)
+    )
     assert len(big) == len(bites) == 12
     assert max(map(lesson.distance, bites, big)) < 0.003 < max(map(lesson.distance, early, big))
+    assert max(lengths) < 1 < min(cut)
 
 
 def by_hand(lesson, unit=1.0, plain=1.0):

@@ -164,6 +164,35 @@ def exercises_have_their_shape(nb, path):
 
 
 @rule
+def patients_have_their_shape(nb, path):
+    complaints = []
+    for i, cell in prose(nb):
+        heading = re.match(r"### Patient (\d+) · \S", cell.source)
+        if "patient" not in tags(cell) or not heading:
+            continue
+        n, shape = heading[1], [{"patient", "predict"}, {"guess"}, {"exercise"}, {"solution"}]
+        loop, guess, repair, mended, answer = nb.cells[i + 1 : i + 6]
+        if not all(part <= tags(c) for part, c in zip(shape, nb.cells[i + 1 :], strict=False)):
+            complaints.append(f"Cell {i}: the parts of patient {n} are out of order.")
+        if not loop.source.startswith(f"@ward.admit({n})\n") or not printed(loop):
+            complaints.append(f"Cell {i + 1}: patient {n} is not admitted, or shows no signs.")
+        if f"lesson.predict(guess_{n}, " not in repair.source or f"guess_{n} =" not in guess.source:
+            complaints.append(f"Cell {i + 2}: the diagnosis of patient {n} is not judged.")
+        if "raise NotImplementedError" not in repair.source or printed(repair).count("✎") != 2:
+            complaints.append(f"Cell {i + 3}: patient {n} is not left to the learner.")
+        if not printed(mended).startswith("✓ correct\nthe doctor, before: "):
+            complaints.append(f"Cell {i + 4}: patient {n} is not mended, or no doctor was asked.")
+        hidden = mended.metadata.get("jupyter", {})
+        if not (hidden.get("source_hidden") and hidden.get("outputs_hidden")):
+            complaints.append(f"Cell {i + 4}: the repair of patient {n} is not collapsed.")
+        if "<summary>Answer</summary>" not in answer.source:
+            complaints.append(f"Cell {i + 5}: the illness of patient {n} is not explained.")
+        if max(len(c.source.splitlines()) for c in (loop, mended)) > 20:
+            complaints.append(f"Cell {i + 1}: the loop of patient {n} has over 18 lines.")
+    return complaints
+
+
+@rule
 def numbers_rather_than_booleans(nb, path):
     if waits(nb, path):
         return []
@@ -243,7 +272,9 @@ def links_lead_somewhere(nb, path):
 @rule
 def code_cells_are_short(nb, path):
     lengths = {
-        i: len(cell.source.splitlines()) for i, cell in code(nb) if "guess" not in tags(cell)
+        i: len(cell.source.splitlines())
+        for i, cell in code(nb)
+        if not {"guess", "patient"} & tags(cell)  # a patient has a limit of its own
     }
     complaints = [
         f"Cell {i}: {n} lines; no cell has more than 30." for i, n in lengths.items() if n > 30
@@ -258,8 +289,8 @@ def code_cells_are_short(nb, path):
 
 @rule
 def words_are_enough_and_not_too_many(nb, path):
-    tables = {"navigation", "course-map", "entrances", "glossary"}  # they grow with the course
-    words = sum(len(cell.source.split()) for _, cell in prose(nb) if not tables & tags(cell))
+    free = {"navigation", "course-map", "entrances", "glossary", "patient"}  # they grow
+    words = sum(len(cell.source.split()) for _, cell in prose(nb) if not free & tags(cell))
     return [] if 800 <= words <= 2000 else [f"{words} words of text; give 800 to 2000."]
 
 

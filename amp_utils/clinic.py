@@ -1,0 +1,245 @@
+"""Runs sick and mended training loops, and judges a repair by what it does, never by its text.
+
+A loop is a function `loop(net, batches)` that trains `net` and yields its losses. `clinic.toml` has
+for each patient the illness, and what a healthy loop must measure: Python over a `Chart`.
+"""
+
+import copy
+import math
+import textwrap
+import tomllib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import config
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_utils import doctor, lesson
+
+Batches = list[tuple[Tensor, Tensor]]
+Loop = Callable[[nn.Module, Batches], Iterable[float]]
+PATIENTS = tomllib.loads(Path(__file__).with_name("clinic.toml").read_text("utf-8"))
+NARROW = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Chart:
+    """What one run of a loop showed. `distance` and `gap` compare it with a reference run."""
+
+    batches: int
+    losses: list[float] = field(default_factory=list)
+    raised: str = ""
+    rates: list[float] = field(default_factory=list)  # learning rate of every step taken
+    outputs: list[str] = field(default_factory=list)  # dtypes of what linear layers returned
+    casts: int = 0  # of weights to 16 bits
+    checks: int = 0  # of all gradients for inf and NaN
+    weights: dict[str, Tensor] = field(default_factory=dict)  # afterwards, in float64
+    moved: dict[str, float] = field(default_factory=dict)  # length of each weight's way
+    dtypes: set[str] = field(default_factory=set)  # of the weights, afterwards
+
+    @property
+    def narrow(self) -> float:
+        """Share of the linear layers' outputs in 16 bits."""
+        return sum(name != "float32" for name in self.outputs) / max(1, len(self.outputs))
+
+    @property
+    def learned(self) -> float:
+        """Mean of the last three losses, as a share of the first; inf where it is not finite."""
+        last, first = self.losses[-3:], self.losses[:1]
+        share = sum(last) / len(last) / first[0] if any(first) else math.inf
+        return share if math.isfinite(share) else math.inf
+
+    def distance(self, other: "Chart") -> float:
+        """Between the final weights, as a share of the way that the other's have gone."""
+        gone = math.hypot(*other.moved.values())
+        if self.weights.keys() != other.weights.keys() or not gone:
+            return math.inf
+        apart = [(self.weights[name] - w).norm().item() for name, w in other.weights.items()]
+        return math.hypot(*apart) / gone if all(map(math.isfinite, apart)) else math.inf
+
+    def gap(self, other: "Chart") -> float:
+        """The largest difference between the losses, as a share of the other's largest."""
+        pairs = list(zip(self.losses, other.losses, strict=False))
+        apart = max((abs(a - b) for a, b in pairs), default=math.inf) / max(other.losses, default=1)
+        return apart if len(self.losses) == len(other.losses) and apart == apart else math.inf
+
+
+class _Counts(TorchDispatchMode):
+    def __init__(self, chart: Chart, net: nn.Module) -> None:
+        super().__init__()
+        self.chart = chart  # weights are known by their place, which must not be given away
+        self.weights = {p.data_ptr(): p.detach() for p in net.parameters()}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name == "_to_copy" and kwargs.get("dtype") in NARROW:
+            self.chart.casts += args[0].data_ptr() in self.weights
+        self.chart.checks += name == "_amp_foreach_non_finite_check_and_unscale_"
+        return func(*args, **kwargs)
+
+
+def observe(loop: Loop, net: nn.Module, batches: Batches, counting: bool = True) -> Chart:
+    """Train `net` with the loop; what it raises is kept, but for the NotImplementedError of a stub.
+
+    `counting` (of casts and checks) must be off for a loop that compiles.
+    """
+    chart, before = Chart(len(batches)), _weights(net)
+
+    def stepped(optimizer, *_) -> None:
+        chart.rates.append(optimizer.param_groups[0]["lr"])
+
+    def returned(layer, _, output) -> None:
+        if isinstance(layer, nn.Linear) and not torch.compiler.is_compiling():
+            chart.outputs.append(str(output.dtype)[6:])
+
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.callback(register_optimizer_step_post_hook(stepped).remove)
+        stack.callback(register_module_forward_hook(returned).remove)
+        try:
+            with _Counts(chart, net) if counting else nullcontext():
+                chart.losses.extend(map(float, loop(net, batches)))
+        except NotImplementedError:
+            raise
+        except Exception as error:  # a patient may raise anything
+            chart.raised = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    chart.weights, chart.dtypes = _weights(net), {str(p.dtype)[6:] for p in net.parameters()}
+    chart.moved = {name: (chart.weights[name] - was).norm().item() for name, was in before.items()}
+    return chart
+
+
+def _weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().cpu().double() for name, p in net.named_parameters()}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Warnings and torch's switches are afterwards as before."""
+    anomaly = torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled())
+    kept = config.patch(backward_pass_autocast=config.backward_pass_autocast)  # of torch.compile
+    with warnings.catch_warnings(), anomaly, kept, torch.enable_grad():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def in_float32() -> Iterator[None]:
+    """In this block autocast and scalers do nothing, and the 16-bit formats are float32."""
+    off, scaler = torch.autocast("cpu", enabled=False), torch.amp.GradScaler
+    instead = {
+        (torch, "float16"): torch.float32,
+        (torch, "bfloat16"): torch.float32,
+        (torch, "autocast"): lambda *_, **__: off,
+        (torch.amp, "GradScaler"): lambda *_, **__: scaler(enabled=False),
+        **{
+            (kind, name): kind.float
+            for kind in (nn.Module, Tensor)
+            for name in ("half", "bfloat16")
+        },
+    }
+    with ExitStack() as stack:
+        for (where, name), value in instead.items():
+            stack.enter_context(mock.patch.object(where, name, value))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+class Ward:
+    """The patients of a lesson; `network()` makes a new network, the same one each time."""
+
+    def __init__(self, network: Callable[[], nn.Module], batches: Batches, seed: int = 0) -> None:
+        self.network, self.batches, self.seed = network, batches, seed
+        self.loops: dict[int | str, Loop] = {}  # as they were admitted
+        self.meant: dict[int | str, Chart] = {}  # the same in float32
+        self.found: dict[int | str, list[str]] = {}  # what the doctor said of them
+
+    def _observe(self, number: int | str, loop: Loop) -> Chart:
+        torch.manual_seed(self.seed)
+        counting = not PATIENTS[str(number)].get("compiled")
+        return observe(loop, self.network(), self.batches, counting)
+
+    def illness(self, number: int | str) -> str | list[str]:
+        """Its letter in the lesson's list; two where there are two."""
+        return PATIENTS[str(number)]["illness"]
+
+    def admit(self, number: int | str) -> Callable[[Loop], Loop]:
+        """A decorator that runs a sick loop and prints its vital signs."""
+
+        def run(loop: Loop) -> Loop:
+            self.loops[number] = loop
+            self.found.pop(number, None)
+            with in_float32():
+                self.meant[number] = self._observe(number, loop)
+            print(_signs(self._observe(number, loop), self.meant[number]))
+            return loop
+
+        return run
+
+    def judge(self, number: int | str, loop: Loop) -> None:
+        """Raises AssertionError, with numbers, for a loop that is not healthy."""
+        chart, meant = self._observe(number, loop), self.meant[number]
+        assert not chart.raised, f"batch {len(chart.losses) + 1} raised {chart.raised}"
+        known = {name: getattr(chart, name) for name in ("narrow", "learned")} | vars(chart)
+        known |= {"distance": chart.distance(meant), "gap": chart.gap(meant)}
+        for healthy in PATIENTS[str(number)]["healthy"]:
+            what, *limit = healthy.split(" ", 2)
+            value = eval(what, known)
+            value = f"{value:.3g}" if isinstance(value, float) else value
+            said = f"{what} is {value}, and should be {' '.join(limit)}"
+            assert eval(healthy, known), said
+
+    def repair(self, number: int | str) -> Callable[[Loop], None]:
+        """A decorator that judges a repaired loop and prints ✎, ✗ with the reason, or ✓."""
+        return lambda loop: lesson.check(lambda: self.judge(number, loop))
+
+    def consult(self, number: int | str) -> list[str]:
+        """What the doctor says of an admitted loop."""
+        if number not in self.found:
+            self.found[number] = self.findings(self.loops[number])
+        return self.found[number]
+
+    def mended(self, number: int | str) -> Callable[[Loop], None]:
+        """A decorator like `repair`, which also asks the doctor about the loop before and after."""
+
+        def run(loop: Loop) -> None:
+            self.repair(number)(loop)
+            print("the doctor, before:", ", ".join(self.consult(number)) or "no finding")
+            print("            after: ", ", ".join(self.findings(loop)) or "no finding")
+
+        return run
+
+    def findings(self, loop: Loop, few: int = 3) -> list[str]:
+        """What `amp_utils.doctor` says of the first few batches, notes left out."""
+        torch.manual_seed(self.seed)
+        net, few = self.network(), self.batches[:few]
+        weights = copy.deepcopy(net.state_dict())
+        with _quiet():
+            with suppress(Exception):  # so that what a loop does to the network has been done
+                list(loop(net, few))
+            net.load_state_dict(weights)
+            report = doctor.examine(lambda: list(loop(net, few)), net, steps=1)
+        return list(dict.fromkeys(f.name for f in report.findings if f.severity != "note"))
+
+
+def _signs(chart: Chart, meant: Chart) -> str:
+    def course(losses: list[float]) -> str:
+        shown = [losses[0], losses[len(losses) // 2], losses[-1]] if losses else []
+        return " → ".join(f"{loss:.2g}" for loss in shown) or "none"
+
+    rows = {
+        "loss": course(chart.losses),
+        "in float32": meant.raised or course(meant.losses),
+        "steps taken": f"{len(chart.rates)} of {len(meant.rates)}",
+        "in 16 bits": f"{chart.narrow:.0%} of the layers' outputs, {chart.casts} casts of weights",
+    }
+    lines = [f"{name:<12} {value}" for name, value in rows.items()]
+    stop = f"stopped at batch {len(chart.losses) + 1}: {chart.raised}"
+    return "\n".join([*textwrap.wrap(stop, 96), *lines] if chart.raised else lines)

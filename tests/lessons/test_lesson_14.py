@@ -1,0 +1,67 @@
+"""Each patient of lesson 14 is ill, three different repairs mend it, and three do not."""
+
+import tomllib
+
+import pytest
+import torch
+from torch import nn
+
+from amp_utils import clinic
+from amp_utils.course import ROOT
+from amp_utils.course.notebook import choose, read
+
+REPAIRS = tomllib.loads((ROOT / "tests" / "support" / "repairs.toml").read_text("utf-8"))
+PATIENTS = REPAIRS["patients"]
+CELLS = {cell.id: cell.source for cell in read(choose(["14"], ROOT / "notebooks")[0]).cells}
+QUICK = {"8", "12", "21", "25", "X"}  # the others are `full`
+IMPORTS = "import copy\nimport torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
+
+
+def loop_of(source, edits=()):
+    """The loop in a cell, without decorator or check, and with these edits."""
+    source = source[source.index("def ") :].partition("\n\n\ncheck_")[0] + "\n"
+    for edit in edits:
+        old, new = REPAIRS["shared"][edit] if isinstance(edit, str) else edit
+        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in\n{source}"
+        source = source.replace(old, new)
+    space = {"device": torch.device("cpu")}
+    exec(IMPORTS + source, space)
+    return next(reversed(space.values()))
+
+
+@pytest.fixture(scope="module")
+def ward():
+    space = {"steps": 30, "seed": 0, "device": torch.device("cpu")}
+    space |= {"torch": torch, "nn": nn, "clinic": clinic}
+    exec(CELLS["network"] + "\n" + CELLS["ward"], space)
+    return space["ward"]
+
+
+def judged(ward, number, loop):
+    try:
+        ward.judge(number, loop)
+    except AssertionError as error:
+        return f"ill: {error}"
+    return "healthy"
+
+
+def test_every_patient_has_its_repairs():
+    assert set(PATIENTS) | {"0"} == set(clinic.PATIENTS)
+    assert {f"loop-{number}" for number in PATIENTS} <= set(CELLS)
+    for repairs in PATIENTS.values():
+        assert len(repairs["right"]) == 2 and len(repairs["wrong"]) == 3
+
+
+@pytest.mark.parametrize(
+    "number", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in PATIENTS]
+)
+def test_right_repairs_are_accepted_and_wrong_ones_refused(ward, number):
+    sick, repairs = CELLS[f"loop-{number}"], PATIENTS[number]
+    ward.admit(number)(loop_of(sick))
+    own = loop_of(CELLS[f"{'solution' if number in 'XYZ' else 'mended'}-{number}"])
+    if number != "25":  # who is healthy
+        assert judged(ward, number, loop_of(sick)).startswith("ill: ")
+    for loop in (own, *(loop_of(sick, edits) for edits in repairs["right"])):
+        assert judged(ward, number, loop) == "healthy"
+    for edits in repairs["wrong"]:
+        assert judged(ward, number, loop_of(sick, edits)).startswith("ill: "), edits

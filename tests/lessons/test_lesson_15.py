@@ -1,0 +1,91 @@
+"""The functions that lesson 15 defines."""
+
+import pytest
+import torch
+from support.each import each
+
+from amp_utils.blocks import round_scaled
+from amp_utils.course.notebook import load
+from amp_utils.formats import BF16, E2M1, E4M3FN, FP16
+
+
+@pytest.fixture(scope="module")
+def lesson():
+    return load("15", device=torch.device("cpu"), seed=0, seeds=1, steps=60, **picture())
+
+
+def picture() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(4608, 64, generator=generator, dtype=torch.float64)
+    return {"inputs": inputs, "picture": torch.tanh(inputs[:, 0] + inputs[:, 1])}
+
+
+def test_stochastic_write_back_is_right_on_average_for_every_sign_and_size(lesson):
+    torch.manual_seed(0)
+    for weight, update in ((1.0, 1e-3), (-3.0, 2e-3), (0.01, -1e-5), (1.0, -1e-3)):
+        weights = torch.full((200_000,), weight).bfloat16()
+        exact = weights[0].double() + torch.tensor(update, dtype=torch.float32)
+        moved, _ = lesson.stochastic(weights, torch.full(weights.shape, update), weights)
+        spacing = BF16.ulp(abs(weight))
+        assert moved.dtype == torch.bfloat16 and (moved.double() - exact).abs().max() < spacing
+        assert abs(moved.double().mean() - exact) < 0.01 * spacing
+
+
+def test_kahan_write_back_keeps_what_rounding_cuts_off(lesson):
+    updates = 1e-3 * torch.randn(2000, 50, generator=torch.Generator().manual_seed(0)) + 5e-4
+    exact = torch.ones(50, dtype=torch.float64) + updates.double().sum(0)
+    weight = nearest = torch.ones(50).bfloat16()
+    carry = torch.zeros(50).bfloat16()
+    for update in updates:
+        weight, carry = lesson.kahan(weight, update, carry)
+        nearest, _ = lesson.nearest(nearest, update, carry)
+    assert carry.dtype == torch.bfloat16
+    assert (weight.double() + carry.double() - exact).abs().max() < 0.01
+    assert (nearest.double() - exact).abs().max() > 0.1
+
+
+@each("fmt", [E2M1, E4M3FN])
+def test_mx_round_is_the_instruments(lesson, fmt):
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).exp()
+    x[0], x[1, :32] = 0, fmt.max
+    assert torch.equal(lesson.mx_round(x, fmt), round_scaled(x, fmt, "e8m0", 32))
+
+
+def test_without_rounding_the_three_products_are_torchs(lesson):
+    x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    plain = lesson.Rung(32, result=lesson.same)
+    ours = torch.autograd.grad(lesson.Rounded.apply(x, weight, plain).sin().sum(), (x, weight))
+    theirs = torch.autograd.grad((x @ weight.T).sin().sum(), (x, weight))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_emulated_16_bits_are_autocasts_forward_and_backward(lesson):
+    x, weight = torch.randn(32, 64), torch.randn(64, 64) / 8
+    for fmt, dtype in ((BF16, torch.bfloat16), (FP16, torch.float16)):
+        rung = lesson.Rung(16, fmt.round, fmt.round)
+        results = []
+        for emulated in (True, False):
+            a, b = x.to(dtype).float().requires_grad_(), weight.clone().requires_grad_()
+            with torch.autocast("cpu", dtype=dtype, enabled=not emulated):
+                y = lesson.Rounded.apply(a, b, rung) if emulated else a @ b.T
+            results.append([y, *torch.autograd.grad(y.float().square().sum(), (a, b))])
+        for ours, theirs in zip(*results, strict=True):
+            apart = (ours - theirs.float()).abs().max()
+            assert apart <= fmt.ulp(ours.abs().max().item()), dtype
+
+
+def test_blocks_lie_along_the_dimension_that_is_summed(lesson):
+    seen = []
+    rung = lesson.Rung(8, lambda t: seen.append(t.shape) or t, result=lesson.same)
+    x, weight = torch.ones(4, 32, requires_grad=True), torch.ones(8, 32, requires_grad=True)
+    lesson.Rounded.apply(x, weight, rung).sum().backward()
+    assert seen == [(4, 32), (8, 32), (4, 8), (32, 8), (8, 4), (32, 4)]
+
+
+def test_each_kind_of_weights_trains_and_fp64_agrees_with_fp32(lesson):
+    plain = lesson.Rung(32, result=lesson.same)
+    double = lesson.Rung(64, result=lesson.same, weights=torch.float64)
+    share = lesson.train(plain, 0)
+    assert share == pytest.approx(lesson.train(double, 0), rel=1e-3) and share < 50
+    pure = lesson.Rung(16, lesson.bf16, weights=torch.bfloat16, write=lesson.kahan)
+    assert lesson.train(pure, 0) == pytest.approx(share, rel=0.2)

@@ -1,0 +1,134 @@
+"""The functions that lesson 16 defines."""
+
+import math
+
+import pytest
+import torch
+from support.each import each
+from torch.nn import functional as F
+
+from amp_utils.course.notebook import load
+
+TEXT = "To be, or not to be, that is the question. " * 40
+
+
+@pytest.fixture
+def lesson():
+    alphabet = sorted({*TEXT, "\n"})
+    token_of = {character: token for token, character in enumerate(alphabet)}
+    tokens = torch.tensor([token_of[character] for character in TEXT])
+    given = {"alphabet": alphabet, "token_of": token_of, "learned": tokens, "unseen": tokens}
+    given |= {"device": torch.device("cpu"), "on_cpu": True, "layers": 2, "context": 16, "seed": 0}
+    given |= {"head_size": 16, "LOW": "lower_precision", "WIDE": "fp32"}
+    rules = {"linear": "lower_precision", "scaled_dot_product_attention": "lower_precision"}
+    given["RULES"] = {"cpu": rules | {"cross_entropy": "fp32"}}
+    given["DTYPES"] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return load("16", **given, width=64, batch=4, race_steps=4)
+
+
+@pytest.fixture
+def pieces(lesson):
+    return lesson.draw(lesson.learned, 4, 16, torch.Generator().manual_seed(0))
+
+
+def awake(lesson):
+    """A model without the zeros of a new one, so that attention and head have a say."""
+    net = lesson.new_net(32, 0)
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return net
+
+
+def seen_losses(lesson, pieces, step, scaler, steps=10, **settings):
+    net = lesson.new_net(32, 0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    return [step(net, optimizer, scaler, pieces, **settings).item() for _ in range(steps)], net
+
+
+def test_targets_are_the_text_one_character_further_on(lesson, pieces):
+    x, y = pieces
+    assert x.shape == y.shape == (4, 16) and torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_the_model_does_not_see_the_future(lesson, pieces):
+    net, (x, _) = awake(lesson), pieces
+    other = x.clone()
+    other[:, 9:] = (x[:, 9:] + 1) % len(lesson.alphabet)
+    a, b = net(x), net(other)
+    torch.testing.assert_close(a[:, :9], b[:, :9])
+    assert (a[:, 9] - b[:, 9]).abs().max() > 0.1
+
+
+@each("start", [0, 5])
+def test_rope_turns_each_pair_by_position_times_frequency(lesson, start):
+    x = torch.randn(3, 8)
+    turned = torch.view_as_complex(torch.stack(lesson.rope(x, start).chunk(2, -1), -1))
+    pairs = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1))
+    angles = (start + torch.arange(3.0))[:, None] * 10_000 ** -(torch.arange(4) / 4)
+    torch.testing.assert_close(turned, pairs * torch.polar(torch.ones(3, 4), angles))
+
+
+@each("name", ["bf16", "fp16"])
+def test_your_step_gives_torchs_losses_and_weights(lesson, pieces, name):
+    def torchs(net, optimizer, scaler, pieces, low):
+        return lesson.torchs_step(net, optimizer, scaler, *pieces, low)
+
+    def mine(net, optimizer, scaler, pieces, low):
+        return lesson.my_step(net, optimizer, scaler, [pieces], low)
+
+    low, scale = lesson.DTYPES[name], 2.0**40  # overflows in fp16: both must skip
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    theirs, their_net = seen_losses(lesson, pieces, torchs, scaler, low=low)
+    ours, our_net = seen_losses(lesson, pieces, mine, lesson.MyScaler(scale), low=low)
+    assert theirs == ours
+    assert all(map(torch.equal, their_net.parameters(), our_net.parameters()))
+
+
+def test_rounding_in_float32_is_close_to_real_16_bits(lesson, pieces):
+    def step(net, optimizer, scaler, pieces, autocast):
+        return lesson.my_step(net, optimizer, scaler, [pieces], torch.bfloat16, autocast)
+
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    kinds = {"autocast": lesson.my_autocast}, {"autocast": lesson.RoundingAutocast}
+    (real, _), (rounded, net) = [seen_losses(lesson, pieces, step, off, **k) for k in kinds]
+    assert real != rounded and real == pytest.approx(rounded, rel=2e-3)
+    exact, _ = seen_losses(lesson, pieces, lambda n, o, s, p: lesson.my_step(n, o, s, [p]), off)
+    assert rounded != exact
+
+
+def test_a_rounded_product_has_16_bits_forward_and_backward(lesson):
+    x, weight = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    with lesson.RoundingAutocast("cpu", dtype=torch.bfloat16):
+        y = F.linear(x, weight)
+    y.backward(torch.randn(8, 8))
+    for value in (y, x.grad, weight.grad):
+        assert value.dtype == torch.float32 and torch.equal(value, value.bfloat16().float())
+
+
+def test_rounding_by_chance_keeps_every_bf16_number_and_the_mean(lesson):
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.arange(1 << 15, dtype=torch.int32).mul(1 << 16).view(torch.float32)
+    exact = torch.cat([exact, -exact])[torch.cat([exact, exact]).isfinite()]
+    assert torch.equal(lesson.by_chance(exact, generator), exact)
+    x = torch.full((100_000,), 1 + 2**-9)  # a quarter of the way to the next
+    up = (lesson.by_chance(x, generator) > 1).double().mean().item()
+    assert up == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_pure_run_holds_nothing_but_bf16_numbers(lesson, monkeypatch):
+    nets = []
+    kept = lesson.new_net
+    for function in (lesson.race,):
+        function.__globals__["new_net"] = lambda *given: nets.append(kept(*given)) or nets[-1]
+        function.__globals__["race_autocast"] = lesson.RoundingAutocast
+        function.__globals__["unseen_loss"] = lambda net, count: 0.0
+    for lane in ("fp32", "pure bf16", "pure bf16, by chance"):
+        assert all(math.isfinite(loss) for loss in lesson.race(lane, 0).losses)
+    narrow = [all(torch.equal(p, p.bfloat16().float()) for p in net.parameters()) for net in nets]
+    assert narrow == [False, True, True]
+
+
+def test_a_cache_in_float32_changes_nothing(lesson, pieces):
+    net, line = awake(lesson), pieces[0][0]
+    cached = lesson.cached_logits(net, line, torch.float32)
+    torch.testing.assert_close(cached, net(line[None])[0], rtol=1e-3, atol=1e-3)
