@@ -160,6 +160,7 @@ class Ward:
         self.loops: dict[int | str, Loop] = {}  # as they were admitted
         self.meant: dict[int | str, Chart] = {}  # the same in float32
         self.found: dict[int | str, list[str]] = {}  # what the doctor said of them
+        self.seen: Chart | None = None  # of the loop that was judged last
 
     def _observe(self, number: int | str, loop: Loop) -> Chart:
         torch.manual_seed(self.seed)
@@ -185,7 +186,8 @@ class Ward:
 
     def judge(self, number: int | str, loop: Loop) -> None:
         """Raises AssertionError, with numbers, for a loop that is not healthy."""
-        chart, meant = self._observe(number, loop), self.meant[number]
+        self.seen, meant = None, self.meant[number]
+        self.seen = chart = self._observe(number, loop)
         assert not chart.raised, f"batch {len(chart.losses) + 1} raised {chart.raised}"
         known = {name: getattr(chart, name) for name in ("narrow", "learned")} | vars(chart)
         known |= {"distance": chart.distance(meant), "gap": chart.gap(meant)}
@@ -197,8 +199,14 @@ class Ward:
             assert eval(healthy, known), said
 
     def repair(self, number: int | str) -> Callable[[Loop], None]:
-        """A decorator that judges a repaired loop and prints ✎, ✗ with the reason, or ✓."""
-        return lambda loop: lesson.check(lambda: self.judge(number, loop))
+        """A decorator that prints ✎, ✗ with the reason, or ✓ for a repair, and its vital signs."""
+
+        def run(loop: Loop) -> None:
+            lesson.check(lambda: self.judge(number, loop))
+            if self.seen:  # not the stub
+                print(_signs(self.seen, self.meant[number]))
+
+        return run
 
     def consult(self, number: int | str) -> list[str]:
         """What the doctor says of an admitted loop."""
@@ -210,7 +218,7 @@ class Ward:
         """A decorator like `repair`, which also asks the doctor about the loop before and after."""
 
         def run(loop: Loop) -> None:
-            self.repair(number)(loop)
+            lesson.check(lambda: self.judge(number, loop))
             print("the doctor, before:", ", ".join(self.consult(number)) or "no finding")
             print("            after: ", ", ".join(self.findings(loop)) or "no finding")
 

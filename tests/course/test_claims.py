@@ -170,6 +170,20 @@ def test_every_source_and_question_has_claims():
         assert {getattr(c, field) for c in CLAIMS if c.verdict != "checked"} == set(table)
 
 
+def test_a_row_leans_on_no_other():
+    leaning = ("the same", "likewise", "as above", "see above", "again")
+    rows = [c for c in CLAIMS if (c.because or "").lower().startswith(leaning)]
+    assert [c.id for c in rows] == []
+
+
+def test_what_sources_say_of_a_gpus_speed_is_measured_on_a_gpu_only():
+    sources = {"recipe", "recipe_2021", "recipe_2025", "effective", "paper"}
+    rows = [c for c in CLAIMS if c.verdict != "checked" and c.question == "faster"]
+    rows = [c for c in rows if c.source in sources]
+    assert len(rows) > 10
+    assert [c.id for c in rows if "device.type == 'cuda'" not in c.measure] == []
+
+
 def test_no_lesson_holds_a_trace_of_a_claim_but_a_tag():
     for path in notebook.lessons(NOTEBOOKS):
         for cell in notebook.read(path).cells:

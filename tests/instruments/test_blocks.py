@@ -77,6 +77,10 @@ def test_rounding_up_cuts_nothing_off_and_the_floor_does():
     x = torch.tensor([[7.0, 1.0]])  # 7 lies between fp4's largest number and the next power of two
     assert round_scaled(x, E2M1, "e8m0_floor", 2).tolist() == [[6.0, 1.0]]
     assert round_scaled(x, E2M1, "e8m0", 2).tolist() == [[8.0, 1.0]]
+    for fmt in MX:  # and what a power of two brings exactly to the largest number needs no more
+        for power in (-20, 0, 9):
+            largest = torch.tensor([[1.0, fmt.max]], dtype=torch.float64) * 2.0**power
+            assert scales(largest, fmt, "e8m0").item() == 2.0**power
 
 
 @each("kind", KINDS)

@@ -72,6 +72,7 @@ def test_emulated_16_bits_are_autocasts_forward_and_backward(lesson):
         for ours, theirs in zip(*results, strict=True):
             apart = (ours - theirs.float()).abs().max()
             assert apart <= fmt.ulp(ours.abs().max().item()), dtype
+            assert torch.equal(fmt.round(ours), ours)
 
 
 def test_blocks_lie_along_the_dimension_that_is_summed(lesson):
