@@ -1,8 +1,11 @@
 """Lesson 11: a resumed run is the same run, no kill breaks a checkpoint, bad files are refused."""
 
+import contextlib
 import os
+import random
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -118,8 +121,8 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
 @each(
     "how, sentence",
     [
-        ("cut off", "run.pt is missing, cut off, or no checkpoint."),
-        ("one bit flipped", "run.pt: wrong checksum in "),
+        ("cut off", "run.pt is missing, damaged, or no checkpoint."),
+        ("one bit flipped", "run.pt has a wrong checksum in "),
         ("a Trojan", "run.pt would run code: builtins.print."),
     ],
 )
@@ -131,6 +134,33 @@ def test_each_bad_file_is_one_sentence_and_runs_nothing(lesson, how, sentence, t
         lesson.load(path)
     assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value)
     assert "printed by the file" not in capsys.readouterr().out, "the file's code ran"
+
+
+def test_a_damaged_bit_is_refused_by_one_exception_or_changes_nothing(lesson, tmp_path):
+    path = tmp_path / "run.pt"
+    lesson.save(good := lesson.snapshot(trained(lesson, steps=1)), path)
+    content, bits = path.read_bytes(), random.Random(0)
+    for content_of_pickle in (b"", b"\x80", b"\xff" * 99, *[None] * 300):
+        damaged = bytearray(content)
+        damaged[bits.randrange(len(content))] ^= 1 << bits.randrange(8)
+        path.write_bytes(damaged)
+        if content_of_pickle is not None:
+            with zipfile.ZipFile(path, "w") as archive:
+                archive.writestr("archive/data.pkl", content_of_pickle)
+                archive.writestr("archive/version", "3")
+        with contextlib.suppress(lesson.CheckpointError):
+            assert lesson.same(lesson.load(path), good)
+
+
+@each("how", ["one bit flipped", "no optimizer", "other sizes"])
+def test_a_file_that_does_not_fit_leaves_the_run_as_it_was(lesson, how, tmp_path):
+    run, path = lesson.new_run("fp16", 7), tmp_path / "run.pt"
+    lesson.save(lesson.snapshot(trained(lesson)), path)
+    before = lesson.snapshot(run)
+    lesson.spoil(path, how)
+    with pytest.raises(lesson.CheckpointError):
+        lesson.resume(run, path)
+    assert lesson.same(before, lesson.snapshot(run))
 
 
 @each("share", [0.0, 0.1, 0.5, 0.9, 0.999])
