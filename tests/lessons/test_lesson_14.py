@@ -48,6 +48,8 @@ def judged(ward, number, loop):
 def test_every_patient_has_its_repairs():
     assert set(PATIENTS) | {"0"} == set(clinic.PATIENTS)
     assert {f"loop-{number}" for number in PATIENTS} <= set(CELLS)
+    measured = [fact for patient in clinic.PATIENTS.values() for fact in patient["healthy"]]
+    assert {fact.split()[0] for fact in measured} <= set(clinic.WORDS)
     for repairs in PATIENTS.values():
         assert len(repairs["right"]) == 2 and len(repairs["wrong"]) >= 3
 
