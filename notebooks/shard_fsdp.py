@@ -11,6 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+POLICIES = {
+    "a": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "b": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+
 
 class Traffic(TorchDispatchMode):
     """Notes each kind of message between the ranks, and its dtype."""
@@ -83,9 +88,7 @@ def main() -> None:
         "nccl" if enough else "gloo", init_method=meeting, rank=rank, world_size=ranks
     )
 
-    plain = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    saved = {"a": dtypes(device, ranks, plain), "b": dtypes(device, ranks, wide)}
+    saved = {name: dtypes(device, ranks, policy) for name, policy in POLICIES.items()}
     saved["overflow"] = overflow_in_one_piece(rank, ranks, device)
     torch.save(saved, f"rank{rank}.pt")
     dist.barrier()

@@ -28,6 +28,12 @@ def test_the_scaler_built_in_the_lesson_is_torchs(lesson, seed):
     assert lesson.fly(lesson.MyScaler(**settings), schedule) == theirs
 
 
+def test_good_batches_kill_the_weight_once_the_inverse_of_the_scale_is_inf(lesson):
+    ends = {bad: lesson.good_after_bad(bad)[2] for bad in (143, 144, 165, 166)}
+    assert ends.pop(143) == pytest.approx(1.7) and math.isnan(ends.pop(166))
+    assert set(ends.values()) == {-math.inf}
+
+
 def test_it_dies_as_torchs_does(lesson):
     schedule = [math.inf] * 166 + [None]
     log = lesson.fly(lesson.MyScaler(), schedule)
