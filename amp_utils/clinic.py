@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._functorch import config
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -28,6 +29,21 @@ Batches = list[tuple[Tensor, Tensor]]
 Loop = Callable[[nn.Module, Batches], Iterable[float]]
 PATIENTS = tomllib.loads(Path(__file__).with_name("clinic.toml").read_text("utf-8"))
 NARROW = (torch.float16, torch.bfloat16)
+THAN = {"<": "below ", ">": "above ", "<=": "at most ", "==": ""}
+WORDS = {  # what a verdict calls the measured things
+    "distance": "the distance from float32's weights, as a share of their way,",
+    "gap": "the largest difference from float32's losses, as a share of the largest,",
+    "narrow": "the share of the layers' outputs in 16 bits",
+    "learned": "the mean of the last three losses, as a share of the first,",
+    "dtypes": "the set of the weights' dtypes",
+    "casts": "the number of casts of weights",
+    "needless": "the number of searches for inf in gradients that bf16 made",
+    "graphs": "the number of compiled graphs",
+    "rates[0]": "the learning rate of the first step taken",
+    "rates[-1]": "the learning rate of the last step",
+    "len(rates)": "the number of steps taken",
+    "moved['0.weight']": "the length of the first layer's way",
+}
 
 
 @dataclass
@@ -39,16 +55,22 @@ class Chart:
     raised: str = ""
     rates: list[float] = field(default_factory=list)  # learning rate of every step taken
     outputs: list[str] = field(default_factory=list)  # dtypes of what linear layers returned
-    casts: int = 0  # of weights to 16 bits
+    casts: int | None = 0  # of weights to 16 bits; None where they were not counted
     checks: int = 0  # of all gradients for inf and NaN
     weights: dict[str, Tensor] = field(default_factory=dict)  # afterwards, in float64
     moved: dict[str, float] = field(default_factory=dict)  # length of each weight's way
     dtypes: set[str] = field(default_factory=set)  # of the weights, afterwards
+    graphs: int = 0  # that torch.compile has made
 
     @property
     def narrow(self) -> float:
         """Share of the linear layers' outputs in 16 bits."""
         return sum(name != "float32" for name in self.outputs) / max(1, len(self.outputs))
+
+    @property
+    def needless(self) -> int:
+        """Checks of all gradients in a run without fp16."""
+        return 0 if "float16" in self.outputs else self.checks
 
     @property
     def learned(self) -> float:
@@ -91,7 +113,8 @@ def observe(loop: Loop, net: nn.Module, batches: Batches, counting: bool = True)
 
     `counting` (of casts and checks) must be off for a loop that compiles.
     """
-    chart, before = Chart(len(batches)), _weights(net)
+    chart, before, made = Chart(len(batches)), _weights(net), counters["stats"]["unique_graphs"]
+    chart.casts = 0 if counting else None
 
     def stepped(optimizer, *_) -> None:
         chart.rates.append(optimizer.param_groups[0]["lr"])
@@ -112,6 +135,7 @@ def observe(loop: Loop, net: nn.Module, batches: Batches, counting: bool = True)
         except Exception as error:  # a patient may raise anything
             chart.raised = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     chart.weights, chart.dtypes = _weights(net), {str(p.dtype)[6:] for p in net.parameters()}
+    chart.graphs = counters["stats"]["unique_graphs"] - made
     chart.moved = {name: (chart.weights[name] - was).norm().item() for name, was in before.items()}
     return chart
 
@@ -152,20 +176,34 @@ def in_float32() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def starting_at(scale: float | None) -> Iterator[None]:
+    """In this block every scaler starts at `scale`, whatever it is told; None leaves them alone."""
+    init = torch.amp.GradScaler.__init__
+
+    def begin(self, device="cuda", init_scale=2.0**16, *args, **kwargs) -> None:
+        init(self, device, scale or init_scale, *args, **kwargs)
+
+    with mock.patch.object(torch.amp.GradScaler, "__init__", begin):
+        yield
+
+
 class Ward:
     """The patients of a lesson; `network()` makes a new network, the same one each time."""
 
     def __init__(self, network: Callable[[], nn.Module], batches: Batches, seed: int = 0) -> None:
         self.network, self.batches, self.seed = network, batches, seed
         self.loops: dict[int | str, Loop] = {}  # as they were admitted
-        self.meant: dict[int | str, Chart] = {}  # the same in float32
+        self.wide: dict[int | str, Chart] = {}  # the same in float32
+        self.meant: dict[int | str, Chart] = {}  # the same, on clean data
         self.found: dict[int | str, list[str]] = {}  # what the doctor said of them
         self.seen: Chart | None = None  # of the loop that was judged last
 
-    def _observe(self, number: int | str, loop: Loop) -> Chart:
+    def _observe(self, number: int | str, loop: Loop, clean: str = "x") -> Chart:
         torch.manual_seed(self.seed)
         counting = not PATIENTS[str(number)].get("compiled")
-        return observe(loop, self.network(), self.batches, counting)
+        batches = [(eval(clean, {"x": x}), y) for x, y in self.batches]
+        return observe(loop, self.network(), batches, counting)
 
     def illness(self, number: int | str) -> str | list[str]:
         """Its letter in the lesson's list; two where there are two."""
@@ -177,25 +215,36 @@ class Ward:
         def run(loop: Loop) -> Loop:
             self.loops[number] = loop
             self.found.pop(number, None)
+            clean = PATIENTS[str(number)].get("clean", "x")
             with in_float32():
-                self.meant[number] = self._observe(number, loop)
-            print(_signs(self._observe(number, loop), self.meant[number]))
+                self.wide[number] = self.meant[number] = self._observe(number, loop)
+                if clean != "x":
+                    self.meant[number] = self._observe(number, loop, clean)
+            print(_signs(self._observe(number, loop), self.wide[number]))
             return loop
 
         return run
 
     def judge(self, number: int | str, loop: Loop) -> None:
         """Raises AssertionError, with numbers, for a loop that is not healthy."""
-        self.seen, meant = None, self.meant[number]
+        patient, self.seen = PATIENTS[str(number)], None
         self.seen = chart = self._observe(number, loop)
-        assert not chart.raised, f"batch {len(chart.losses) + 1} raised {chart.raised}"
-        known = {name: getattr(chart, name) for name in ("narrow", "learned")} | vars(chart)
-        known |= {"distance": chart.distance(meant), "gap": chart.gap(meant)}
-        for healthy in PATIENTS[str(number)]["healthy"]:
-            what, *limit = healthy.split(" ", 2)
+        self._judge(number, chart)
+        if start := patient.get("start"):  # a repair must not lean on one scale
+            with starting_at(start):
+                again = self._observe(number, loop)
+            self._judge(number, again, f"with a scaler that starts at {start:,.0f}, ")
+
+    def _judge(self, number: int | str, chart: Chart, when: str = "") -> None:
+        patient, meant = PATIENTS[str(number)], self.meant[number]
+        assert not chart.raised, f"{when}batch {len(chart.losses) + 1} raised {chart.raised}"
+        known = {name: getattr(chart, name) for name in ("narrow", "learned", "needless")}
+        known |= vars(chart) | {"distance": chart.distance(meant), "gap": chart.gap(meant)}
+        for healthy in patient["healthy"]:
+            what, than, limit = healthy.split(" ", 2)
             value = eval(what, known)
             value = f"{value:.3g}" if isinstance(value, float) else value
-            said = f"{what} is {value}, and should be {' '.join(limit)}"
+            said = f"{when}{WORDS[what]} is {value}, and should be {THAN[than]}{eval(limit, known)}"
             assert eval(healthy, known), said
 
     def repair(self, number: int | str) -> Callable[[Loop], None]:
@@ -204,7 +253,7 @@ class Ward:
         def run(loop: Loop) -> None:
             lesson.check(lambda: self.judge(number, loop))
             if self.seen:  # not the stub
-                print(_signs(self.seen, self.meant[number]))
+                print(_signs(self.seen, self.wide[number], "old, float32"))
 
         return run
 
@@ -237,16 +286,19 @@ class Ward:
         return list(dict.fromkeys(f.name for f in report.findings if f.severity != "note"))
 
 
-def _signs(chart: Chart, meant: Chart) -> str:
+def _signs(chart: Chart, meant: Chart, other: str = "in float32") -> str:
     def course(losses: list[float]) -> str:
         shown = [losses[0], losses[len(losses) // 2], losses[-1]] if losses else []
         return " → ".join(f"{loss:.2g}" for loss in shown) or "none"
 
+    outputs = f"layers' outputs, {chart.casts} casts of weights"
+    if chart.casts is None:
+        outputs = "eager layers' outputs; what is compiled is not counted"
     rows = {
         "loss": course(chart.losses),
-        "in float32": meant.raised or course(meant.losses),
+        other: meant.raised or course(meant.losses),
         "steps taken": f"{len(chart.rates)} of {len(meant.rates)}",
-        "in 16 bits": f"{chart.narrow:.0%} of the layers' outputs, {chart.casts} casts of weights",
+        "in 16 bits": f"{chart.narrow:.0%} of the {outputs}",
     }
     lines = [f"{name:<12} {value}" for name, value in rows.items()]
     stop = f"stopped at batch {len(chart.losses) + 1}: {chart.raised}"

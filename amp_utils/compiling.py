@@ -1,5 +1,6 @@
 """torch.compile without traces on the disk, and with a sentence where it cannot build."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -32,6 +33,8 @@ def choose_backend(wanted: str, function: Callable, *inputs: Any) -> tuple[str, 
     """
     if wanted != "auto":
         return wanted, f"{wanted}, as the parameter says: no machine code is built."
+    # A build of torch for CUDA says on a machine without a driver that it found none.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         torch.compile(function, backend="inductor")(*inputs)
     except torch._dynamo.exc.BackendCompilerFailed as error:

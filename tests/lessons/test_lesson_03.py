@@ -71,7 +71,7 @@ def test_my_autocast_nests_and_spares_what_no_rule_names(lesson):
             assert (x @ x).dtype == torch.bfloat16
         with torch.no_grad():
             layer(x)
-        layer(x).sum().backward()  # not with a copy made under no_grad
+        layer(x).sum().backward()  # a copy made under no_grad leads back to the weight
     assert layer.weight.grad is not None and (x @ x).dtype == torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Each patient of lesson 14 is ill, three different repairs mend it, and three do not."""
+"""Each patient of lesson 14 is ill, three different repairs mend it, and three or more do not."""
 
 import tomllib
 
@@ -48,8 +48,10 @@ def judged(ward, number, loop):
 def test_every_patient_has_its_repairs():
     assert set(PATIENTS) | {"0"} == set(clinic.PATIENTS)
     assert {f"loop-{number}" for number in PATIENTS} <= set(CELLS)
+    measured = [fact for patient in clinic.PATIENTS.values() for fact in patient["healthy"]]
+    assert {fact.split()[0] for fact in measured} <= set(clinic.WORDS)
     for repairs in PATIENTS.values():
-        assert len(repairs["right"]) == 2 and len(repairs["wrong"]) == 3
+        assert len(repairs["right"]) == 2 and len(repairs["wrong"]) >= 3
 
 
 @pytest.mark.parametrize(

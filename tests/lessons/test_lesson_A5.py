@@ -45,10 +45,14 @@ def test_the_gate_is_a_smooth_step_times_x(lesson):
     torch.testing.assert_close(lesson.gate(x), x * torch.tensor([0, 0, 0.5, 1, 1]))
 
 
-@each("length", [0.5, 1.0, 2.0])
+@each("length", [0.0, 0.5, 1.0, 2.0])
 def test_limit_without_a_branch_is_limit(lesson, length):
-    vector = torch.tensor([0.6, 0.8]) * length
-    assert torch.equal(lesson.limit_whole(vector), lesson.limit(vector))
+    vector = (torch.tensor([0.6, 0.8]) * length).requires_grad_()
+    results = [function(vector) for function in (lesson.limit_whole, lesson.limit)]
+    assert torch.equal(*results)
+    if length != 1:  # the kink
+        gradients = [torch.autograd.grad(result.sum(), vector)[0] for result in results]
+        torch.testing.assert_close(*gradients)
     assert torch._dynamo.explain(lesson.limit)(vector).graph_break_count == 1
     torch.compile(lesson.limit_whole, backend="eager", fullgraph=True)(vector)
 
