@@ -19,8 +19,8 @@ def lesson():
 
 
 def test_two_of_three_tensors_are_overlooked(lesson):
-    gaps = lesson.Gaps()
-    assert [name for name, _ in gaps.named_parameters()] == list(gaps.state_dict()) == ["one"]
+    three = lesson.Three()
+    assert [name for name, _ in three.named_parameters()] == list(three.state_dict()) == ["one"]
 
 
 def test_the_noise_is_uniform_and_its_mean_moves_the_intercept(lesson):
