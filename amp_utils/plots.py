@@ -93,10 +93,12 @@ def curves(
     low: float | None = None,
     x: Sequence[float] | None = None,
     dots: Collection[str] = (),
+    log_x: bool = False,
 ) -> None:
     """Plot each series against `x`, or the step number, labelled at its end; a gap is inf or NaN.
 
-    The y-axis begins at `low`, where given. The series named in `dots` are separate points.
+    The y-axis is logarithmic unless `log` is off, and begins at `low`, where given; the x-axis is
+    with `log_x`. The series named in `dots` are separate points.
     """
     with _drawing(alt, (7, 3.2)) as axes:
         formats = [COLORS.get(label.split()[0]) for label in series]
@@ -110,6 +112,7 @@ def curves(
             axes.plot(x or range(1, len(values) + 1), values, **look)
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel, yscale="log" if log else "linear")
         axes.set_ylim(bottom=low)
+        axes.set_xscale("log" if log_x else "linear")
         _label_ends(axes)
 
 

@@ -55,6 +55,8 @@ def test_curves_stand_at_their_x_and_what_is_in_dots_is_not_joined(drawn):
     assert list(seen.get_xdata()) == list(fitted.get_xdata()) == [-10, 10]
     assert (seen.get_linestyle(), seen.get_marker()) == ("None", ".")
     assert fitted.get_linestyle() != "None" and fitted.get_marker() == "None"
+    plots.curves({"up": [1.0, 2.0]}, x=[10, 100], log_x=True, **words)
+    assert [figure.axes[0].get_xscale() for figure, *_ in drawn] == ["linear", "log"]
 
 
 def test_each_curve_is_named_in_the_margin_where_it_ends_and_no_two_names_overlap(drawn):
