@@ -144,6 +144,11 @@ def evaluate(measure: Callable[[Callable], Any]) -> str:
         return json.dumps(measure(raised))
 
 
+def decoded(text: str) -> Any:
+    """The value that `evaluate` wrote; NaN and Infinity, which JSON lacks, become words."""
+    return json.loads(text, parse_constant=lambda constant: str(float(constant)))
+
+
 def measuring(lesson: Path, values: dict[str, Any]) -> Callable[[Mapping, dict], None]:
     """An `after` for `run` that evaluates the lesson's claims into `values`, where it can."""
     entries = tomllib.loads((lesson.parent / "claims.toml").read_text("utf-8"))
@@ -155,9 +160,7 @@ def measuring(lesson: Path, values: dict[str, Any]) -> Callable[[Mapping, dict],
             if entry["cell"] in cell["metadata"].get("tags", []):
                 with contextlib.suppress(Exception):  # it then counts as not measured
                     function = eval(f"lambda raised: ({entry['measure']})", namespace)
-                    # JSON has no such numbers as NaN and Infinity: they become words.
-                    text = evaluate(function)
-                    values[name] = json.loads(text, parse_constant=lambda c: str(float(c)))
+                    values[name] = decoded(evaluate(function))
 
     return after
 

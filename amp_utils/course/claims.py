@@ -17,6 +17,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 from amp_utils.course import CourseError, notebook, pages, write_whole
+from amp_utils.course.cells import decoded
 from amp_utils.device import choose_device, describe
 
 SCHEMA = Path(__file__).parent / "templates" / "claims.schema.json"
@@ -119,8 +120,7 @@ def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list
                 for name, reply in replies.items():
                     if reply["status"] == "ok":
                         text = ast.literal_eval(reply["data"]["text/plain"])
-                        # JSON has no such numbers as NaN and Infinity: they become words.
-                        values[name] = json.loads(text, parse_constant=lambda c: str(float(c)))
+                        values[name] = decoded(text)
                     else:
                         failures.append(f"{name}: {reply['ename']}: {reply['evalue']}")
     except (CellExecutionError, DeadKernelError) as error:

@@ -30,8 +30,8 @@ LEAST = 5  # seconds without which no step begins
 SHRINKS = 4  # a lesson that has run out of memory is tried at half its sizes so many times
 
 
-def run_python(*command: str, limit: float, **environment: str) -> tuple[int | None, str]:
-    """Run a Python module in a group of its own, which ends with it; its status and last line.
+def run_limited(*command: str, limit: float, **environment: str) -> tuple[int | None, str]:
+    """Run a Python module in a group of its own, which ends with it; its status and all it said.
 
     The status is None where the time limit ended it.
     """
@@ -70,7 +70,7 @@ def try_lesson(path: Path, out: Path, device: str, limit: float) -> dict[str, An
         executed.unlink(missing_ok=True)
         begin = time.perf_counter()
         told = str(path), str(executed), json.dumps(parameters)
-        status, said = run_python(CHILD, *told, limit=limit, MPLBACKEND="agg")
+        status, said = run_limited(CHILD, *told, limit=limit, MPLBACKEND="agg")
         row = {"lesson": path.stem, "parameters": parameters, "cells": 0}
         if executed.exists():
             row |= json.loads(executed.read_bytes())["metadata"]["amp_utils"]
@@ -92,7 +92,7 @@ def try_bench(pairs: Sequence[str], root: Path, device: str, limit: float) -> di
     told = "--root", str(root), "bench", "--device", device, "--patience", "0.3", *pairs
     begin, path = time.perf_counter(), root / "runs" / f"bench-{device}.json"
     path.unlink(missing_ok=True)
-    status, said = run_python("amp_utils.course", *told, limit=limit)
+    status, said = run_limited("amp_utils.course", *told, limit=limit)
     last = " ".join(said.strip().splitlines()[-1:])
     error = f"stopped after {limit:.0f} s" if status is None else status and last or None
     kept = json.loads(path.read_text("utf-8")) if path.exists() else {}

@@ -8,7 +8,7 @@ from statistics import median
 
 from nbformat import NotebookNode
 
-from amp_utils.course import ROOT, CourseError, outline
+from amp_utils.course import CourseError, outline
 from amp_utils.course.notebook import tags
 
 Rule = Callable[[NotebookNode, Path], list[str]]
@@ -25,11 +25,6 @@ PRIVATE = (
     r"""(?m:^|(?<=[\s"'`(=>]))/(?!dev/|proc/)\w[\w.-]*/[a-zA-Z_.][\w.-]*"""
     r"|\b[A-Z]:\\\w+|0x[0-9a-f]{9,}|sys\.path\b"
 )
-
-
-def waits(nb: NotebookNode, path: Path) -> bool:
-    """Whether the lesson still has to be reworked: none of its predictions has a cell to guess."""
-    return path.parent == ROOT / "notebooks" and not any("guess" in tags(c) for c in nb.cells)
 
 
 def rule(function: Rule) -> Rule:
@@ -110,8 +105,6 @@ def parameters_are_validated_next(nb, path):
 
 @rule
 def predictions_are_committed_and_answered(nb, path):
-    if waits(nb, path):
-        return []
     asked = [i for i, cell in prose(nb) if "predict" in tags(cell)]
     complaints = [] if len(asked) >= 2 else [f"{len(asked)} predictions; ask at least 2."]
     for i in asked:
@@ -148,7 +141,7 @@ def exercises_have_their_shape(nb, path):
             complaints.append(f"Cell {i + 1}: the stub does not raise NotImplementedError.")
         if "<summary>Hint</summary>" not in hint.source:
             complaints.append(f"Cell {i + 3}: the hint is not collapsed.")
-        if not (solution.source.startswith("#") or waits(nb, path)):
+        if not solution.source.startswith("#"):
             complaints.append(
                 f"Cell {i + 4}: a solution begins with a comment, which is previewed."
             )
@@ -194,8 +187,6 @@ def patients_have_their_shape(nb, path):
 
 @rule
 def numbers_rather_than_booleans(nb, path):
-    if waits(nb, path):
-        return []
     lines = [line for _, cell in code(nb) for line in printed(cell).splitlines() if line.strip()]
     booleans = [line for line in lines if re.search(r"\b(True|False)\b", line)]
     if 10 * len(booleans) > len(lines):
