@@ -18,6 +18,7 @@ import zipfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -170,6 +171,12 @@ def test_lab_checks_the_port_it_is_given_and_takes_no_other():
     assert "--port" not in make("--dry-run", "lab").stdout
 
 
+def answers(address: str) -> bool:
+    url = urlsplit(address)
+    with socket.socket() as caller:
+        return caller.connect_ex((url.hostname, url.port)) == 0
+
+
 @pytest.mark.full
 @pytest.mark.skipif(not bootstrap.is_ready(ROOT), reason="there is no .venv to start at once")
 def test_lab_answers_on_loopback_and_wants_its_token(tmp_path):
@@ -190,6 +197,7 @@ def test_lab_answers_on_loopback_and_wants_its_token(tmp_path):
         wait_for(lambda: re.search(first, said.read_text()) or lab.poll() is not None)
         address, token = re.search(first, said.read_text()).groups()
         contents = f"{address}/api/contents/notebooks"
+        wait_for(lambda: answers(address))  # Jupyter prints its address before it listens there
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(contents, timeout=60)
         with urllib.request.urlopen(f"{contents}?token={token}", timeout=60) as answer:

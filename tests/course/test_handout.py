@@ -73,7 +73,8 @@ def places(path: Path, changed: int) -> set[str]:
     if path.suffix == ".html":
         page = BeautifulSoup(path.read_text("utf-8"), "html.parser")
         return {tag["id"] for tag in page(id=True)}
-    return {name.replace(" ", "-") for name in re.findall(r"^#+ (.+)$", markdown(path), re.M)}
+    text = markdown(path) if path.suffix == ".ipynb" else path.read_text("utf-8").lower()
+    return {name.replace(" ", "-") for name in re.findall(r"^#+ (.+)$", text, re.M)}
 
 
 def markdown(path: Path) -> str:
