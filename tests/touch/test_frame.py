@@ -4,9 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 from support.figures import EXAMPLES, html
 
 from amp_utils import touch
+from amp_utils.course import pages
 
 full = pytest.mark.full
 every_figure = pytest.mark.parametrize("name", EXAMPLES)
@@ -92,7 +94,7 @@ def test_the_keyboard_reaches_every_control_and_the_focus_is_seen(opened, name):
 @every_figure
 def test_two_copies_side_by_side_are_independent(opened, name):
     figure = html(EXAMPLES[name])
-    page = opened(f"<div>{figure}</div><div>{figure}</div>")
+    page = opened(figure + figure)
     first, second = page.locator(".touch").all()
     before = second.inner_text(), first.get_by_role("status").inner_text()
     control = first.locator("input, select, button").first
@@ -100,3 +102,21 @@ def test_two_copies_side_by_side_are_independent(opened, name):
     page.keyboard.press("ArrowRight" if control.evaluate("n => n.type === 'range'") else "Enter")
     assert second.get_by_role("status").inner_text() == before[1]
     assert first.get_by_role("status").inner_text() != before[1], "nothing happened"
+
+
+@full
+def test_every_figure_lives_in_an_offline_page(opened):
+    """nbconvert keeps the scripts; in a folded output a figure is drawn when it is unfolded."""
+    shown = {name: {"text/html": html(example)} for name, example in EXAMPLES.items()}
+    cells = [
+        new_code_cell(name, outputs=[new_output("display_data", data)])
+        for name, data in shown.items()
+    ]
+    cells[0].metadata["jupyter"] = {"outputs_hidden": True}
+    body = pages.cells(new_notebook(cells=cells), Path(), True)
+    page = opened(pages.page("lesson.html.j2", title="figures", body=body))
+    page.locator("details.answer summary").click()
+    for name, figure in zip(EXAMPLES, page.locator(".touch").all(), strict=True):
+        drawn = figure.locator(".picture > :not(style)").first
+        drawn.wait_for()
+        assert drawn.bounding_box()["width"] > 200, name
