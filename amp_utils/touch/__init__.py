@@ -10,7 +10,8 @@ Without JavaScript, or where JupyterLab does not trust the notebook, the still d
 """
 
 from amp_utils.touch.bits import bits
+from amp_utils.touch.ladder import ladder
 from amp_utils.touch.loss_scale import loss_scale
 from amp_utils.touch.updates import updates
 
-__all__ = ["bits", "loss_scale", "updates"]
+__all__ = ["bits", "ladder", "loss_scale", "updates"]

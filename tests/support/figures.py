@@ -14,6 +14,10 @@ def loss_scale() -> None:
     touch.loss_scale(values, {0: 0 * wave, 16: wave, 40: wave * torch.nan})
 
 
+def ladder() -> None:
+    touch.ladder(torch.randn(64))
+
+
 def bits() -> None:
     touch.bits(0.1)
 
@@ -23,7 +27,7 @@ def updates() -> None:
 
 
 # One for each figure; test_frame.py runs the promises that all figures share over them.
-EXAMPLES = {example.__name__: example for example in (bits, loss_scale, updates)}
+EXAMPLES = {example.__name__: example for example in (bits, ladder, loss_scale, updates)}
 
 
 def html(example: Callable[[], None]) -> str:
