@@ -12,7 +12,9 @@ from amp_utils.progress import load
 
 def question(cell: notebook.Cell) -> str:
     """The first line of a prediction, without its mark."""
-    return cell.source.splitlines()[0].removeprefix("**Predict.**").strip()
+    return (
+        cell.source.splitlines()[0].removeprefix("**Predict.**").removeprefix("**Find.**").strip()
+    )
 
 
 @click.command(help="Show which predictions were right and which exercises are solved.")
