@@ -9,6 +9,8 @@ What `stage`, `make`, `slider`, `choice` and `button` do stands in `frame.js`, t
 Without JavaScript, or where JupyterLab does not trust the notebook, the still drawing is seen.
 """
 
+from amp_utils.touch.bits import bits
 from amp_utils.touch.loss_scale import loss_scale
+from amp_utils.touch.updates import updates
 
-__all__ = ["loss_scale"]
+__all__ = ["bits", "loss_scale", "updates"]

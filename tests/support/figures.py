@@ -14,8 +14,16 @@ def loss_scale() -> None:
     touch.loss_scale(values, {0: 0 * wave, 16: wave, 40: wave * torch.nan})
 
 
+def bits() -> None:
+    touch.bits(0.1)
+
+
+def updates() -> None:
+    touch.updates()
+
+
 # One for each figure; test_frame.py runs the promises that all figures share over them.
-EXAMPLES = {example.__name__: example for example in (loss_scale,)}
+EXAMPLES = {example.__name__: example for example in (bits, loss_scale, updates)}
 
 
 def html(example: Callable[[], None]) -> str:
