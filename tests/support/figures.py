@@ -27,8 +27,18 @@ def timeline() -> None:
     touch.timeline()
 
 
+def bits() -> None:
+    touch.bits(0.1)
+
+
+def updates() -> None:
+    touch.updates()
+
+
 # One for each figure; test_frame.py runs the promises that all figures share over them.
-EXAMPLES = {example.__name__: example for example in (flight, flow, loss_scale, timeline)}
+EXAMPLES = {
+    example.__name__: example for example in (bits, flight, flow, loss_scale, timeline, updates)
+}
 
 
 def html(example: Callable[[], None]) -> str:
