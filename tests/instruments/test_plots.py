@@ -85,13 +85,6 @@ def test_images_show_each_picture_under_its_name(drawn):
     assert (drawn[0][0].axes[1].images[0].get_array() == (1 - picture).numpy()).all()
 
 
-def test_the_histogram_has_a_bar_a_power_and_marks_the_lost_ones(drawn):
-    plots.exponent_histogram({"g": {-26: 3, -20: 5}}, floor=-25, limit=-14, title="t", alt="a")
-    lost, kept = drawn[0][0].axes[0].patches
-    assert (lost.get_height(), kept.get_height()) == (3, 5)
-    assert lost.get_hatch() and not kept.get_hatch()
-
-
 def test_range_bars_end_at_the_largest_value(drawn):
     plots.range_bars([FP16, FP32], title="t", alt="a")
     normal, subnormal = drawn[0][0].axes[0].patches[:2]
