@@ -23,15 +23,14 @@ from nbformat.sign import NotebookNotary
 
 from amp_utils.course import LEARN, notebook, shown, write_whole
 
-UNASKED = {"collapsed", "jupyter"}  # metadata in which JupyterLab notes what is folded
-
 
 def fingerprint(contents: bytes) -> str:
     """What tells versions apart: the cells of a notebook, the bytes of any other file."""
     with suppress(Exception):  # a learner's file can be damaged in any way
         cells = nbformat.v4.reads(contents.decode()).cells
         for cell in cells:
-            cell.metadata = {k: cell.metadata[k] for k in cell.metadata.keys() - UNASKED}
+            for folded in ("collapsed", "jupyter"):
+                cell.metadata.pop(folded, None)
             for output in cell.get("outputs", []):
                 output.pop("metadata", None)  # where JavaScript makes 1.0 a 1
         contents = json.dumps(cells, sort_keys=True).encode()
@@ -72,11 +71,10 @@ def follow(root: Path) -> None:
         for original in notebook.lessons(notebooks) + linked:
             name, copy, contents = original.name, learn / original.name, original.read_bytes()
             lesson = None if original in linked else notebook.read(original)
+            if name not in own or not copy.exists():
+                deliver(contents, copy, known.setdefault(name, []))
             if name in own:  # somebody's work and not a version: it never counts as untouched
-                if not copy.exists():
-                    write_whole(copy, contents)
                 continue
-            deliver(contents, copy, known.setdefault(name, []))
             if fingerprint(contents) not in known[name]:
                 known[name].append(fingerprint(contents))
                 write_whole(record, json.dumps(known, indent=1))
