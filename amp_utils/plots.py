@@ -130,31 +130,6 @@ def images(grid: Grid, *, title: str, alt: str, low: float = 0, high: float = 1)
         axes[0, 0].figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
 
 
-def exponent_histogram(
-    panels: Mapping[str, Mapping[int, int]], floor: int, limit: int, *, title: str, alt: str
-) -> None:
-    """Counts by power of two, a panel each; lost below 2^`floor`, subnormal below 2^`limit`."""
-    size = (7, 1.0 + 1.25 * len(panels))
-    kept = {"color": BLUE, "edgecolor": BLUE}
-    lost = {"color": "#F2C6AE", "edgecolor": RED, "hatch": "///"}
-    with _drawing(alt, size, len(panels), sharex=True, squeeze=False) as axes:
-        for axis, (label, histogram) in zip(axes[:, 0], panels.items(), strict=True):
-            for exponent, count in histogram.items():
-                axis.bar(exponent + 0.5, count, width=0.9, **(lost if exponent < floor else kept))
-            axis.axvline(floor, color=RED, linestyle="--")
-            axis.axvline(limit, color="#666666", linestyle=":")
-            axis.margins(y=0.25)
-            words = {"transform": axis.get_xaxis_transform(), "va": "top", "fontsize": 8}
-            axis.text(floor - 0.2, 0.98, "rounds to zero ←", ha="right", color=RED, **words)
-            axis.text(limit + 0.2, 0.98, "→ all digits", color="#444444", **words)
-            axis.set_ylabel("values")
-            axis.text(0.01, 0.9, label, transform=axis.transAxes, va="top", fontweight="bold")
-        exponents = [floor, *(e for histogram in panels.values() for e in histogram)]
-        ends = (min(exponents) - 1, max(exponents) + 2)
-        axis.set(xlabel="power of two of the magnitude", xlim=ends)
-        axes[0, 0].set_title(title)
-
-
 def bit_fields(value: float, formats: Sequence[Format], *, alt: str) -> None:
     """The bits of one value in several formats, the binary points aligned."""
     colors = ("#E69F00", "#56B4E9", "#D9D9D9")
