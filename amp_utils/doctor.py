@@ -161,7 +161,7 @@ def examine(
 
     report = Report("", map=_map(seen), ranges=_ranges(wide), scale=_scale(wide))
     report.updates = [
-        {"by": by, "op": op, "dtype": dtype, "due": n["due"], "stay": n["stay"] / n["due"]}
+        {"by": by, "op": op, "dtype": str(dtype)[6:], "due": n["due"], "stay": n["stay"] / n["due"]}
         for (by, op, dtype), n in seen.updates.items()
         if n["due"]
     ]
@@ -183,34 +183,23 @@ def examine(
     if plain and seen.sample:
         report.speed = _speed(seen, plain, fmt, bool(narrow), judged)
 
-    largest = [row["largest"] for row in report.ranges if row["kind"] == "activations"]
+    outputs = (row for row in report.ranges if row["kind"] == "activations")
+    largest = max((row["largest"] for row in outputs), default=0)
     bf16_loses = [row["bf16 loses"] + row["bf16 overflows"] for row in report.ranges]
     lost, needed, allowed = report.scale.values() or (math.nan, 1.0, math.nan)
-    facts = {
-        **vars(seen),
-        **vars(report),
-        **report.speed,
-        "asked": precision,
-        "narrow": narrow,
-        "pure": pure,
-        "format": fmt.name,
-        "lost": lost,
-        "needed": needed,
-        "allowed": allowed,
-        "largest": max(largest, default=0),
-        "bf16_loses": max(bf16_loses, default=0),
-        "fits": max(largest, default=0) <= formats.FP16.max and not needed > allowed,
-        "gains": report.speed.get("high", 2) >= 1.1,
-        "judged": judged and report.speed,
-        "finished": error is None,
-        "off": scaler is not None and not scaler.is_enabled(),
-        "wild32": wide.wild,
-        "angles": seen.angles.values(),
-        "optimizers": _optimizers(seen, model, given),
-        "worst": {c: max(report.map, key=itemgetter(c), default={}) for c in COLUMNS},
-        "times": partial(_times, seen.trace),
+    facts = vars(seen) | vars(report) | report.speed
+    facts |= {"asked": precision, "narrow": narrow, "pure": pure, "format": fmt.name}
+    facts |= {"lost": lost, "needed": needed, "allowed": allowed, "wild32": wide.wild}
+    facts |= {"largest": largest, "fits": largest <= formats.FP16.max and not needed > allowed}
+    facts |= {"bf16_loses": max(bf16_loses, default=0), "finished": error is None}
+    facts |= {"judged": judged and report.speed, "gains": report.speed.get("high", 2) >= 1.1}
+    facts |= {"off": scaler is not None and not scaler.is_enabled()}
+    facts |= {"optimizers": _optimizers(seen, model, given), "angles": seen.angles.values()}
+    facts |= {"worst": {c: max(report.map, key=itemgetter(c), default={}) for c in COLUMNS}}
+    facts["times"] = partial(_times, seen.trace)
+    found = {
+        (finding.name, finding.where): finding for finding in _judge(facts, error, bool(error32))
     }
-    found = {(finding.name, finding.where): finding for finding in _judge(facts, error, error32)}
     report.findings = sorted(found.values(), key=lambda f: SEVERITIES.index(f.severity))
     what, *why = [rule["say"].format(**facts) for rule in ADVICE if eval(rule["when"], facts)]
     report.advice = f"{what}: {'; '.join(why)}."
@@ -221,14 +210,12 @@ def _has_parameters(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(True for _ in model.parameters())
 
 
-def _judge(
-    facts: dict[str, Any], error: Exception | None, error32: Exception | None
-) -> Iterator[Finding]:
-    """What of the catalogue is the case, and where."""
+def _judge(facts: dict[str, Any], error: Exception | None, beyond: bool) -> Iterator[Finding]:
+    """What of the catalogue is the case, and where; of an error `beyond` AMP, only that it is."""
     said, raised = str(error or "").strip(), None
     if error is not None:
         raises = (n for n, rule in CATALOGUE.items() if re.search(rule.get("raised", "(?!)"), said))
-        raised = "the step raised" if error32 else next(raises)
+        raised = "the step raised" if beyond else next(raises)
     for name, rule in CATALOGUE.items():
         for row in facts[rule["each"]] if "each" in rule else [{}]:
             known = facts | row
@@ -259,16 +246,9 @@ def _optimizers(seen: Watcher, model: nn.Module, given: list[Optimizer]) -> list
         narrow = [formats.of(dtype) for dtype in {*held.values()} & {*NARROW}]
         dead = [fmt.name for fmt in narrow if eps <= fmt.smallest_subnormal / 2]
         trace = [(x, who) for x, who in seen.trace if who is None or _weights(who).keys() & held]
-        rows.append(
-            {
-                "optimizer": type(optimizer).__name__,
-                "times": partial(_times, trace),
-                "steps": _times(trace, "[SoO]"),
-                "foreign": own.isdisjoint(held),
-                "eps": eps,
-                "dead": ", ".join(dead),
-            }
-        )
+        row = {"optimizer": type(optimizer).__name__, "eps": eps, "dead": ", ".join(dead)}
+        row |= {"foreign": own.isdisjoint(held), "steps": _times(trace, "[SoO]")}
+        rows.append(row | {"times": partial(_times, trace)})
     return rows
 
 
@@ -282,7 +262,7 @@ def _map(seen: Watcher) -> list[dict[str, Any]]:
     """A row per module, phase, op and dtype, a step; the most FLOPs come first."""
     rows = []
     for (module, phase, op, dtype), counts in seen.ops.items():
-        row = {"module": module, "phase": phase, "op": op, "dtype": dtype}
+        row = {"module": module, "phase": phase, "op": op, "dtype": str(dtype)[6:]}
         rows.append(row | {column: counts[column] / len(seen.seconds) for column in COLUMNS})
     return sorted(rows, key=lambda row: (-row["flops"], -row["nbytes"]))
 
@@ -291,7 +271,7 @@ def _ranges(wide: Watcher) -> list[dict[str, Any]]:
     """A row per module and kind; those that fp16 would hurt most come first."""
     rows = []
     for (module, kind), values in wide.values.items():
-        row = {"module": module, "kind": kind, "largest": _largest(values)}
+        row = {"module": module, "kind": kind, "largest": wide.largest[module, kind]}
         for name in ("fp16", "bf16"):
             row[f"{name} loses"] = gradients.lost(values, name)
             row[f"{name} overflows"] = gradients.overflowed(values, name)
@@ -303,20 +283,17 @@ def _ranges(wide: Watcher) -> list[dict[str, Any]]:
 
 def _scale(wide: Watcher) -> dict[str, Any]:
     """Which loss scales save the gradients in fp16; empty where there are none."""
-    values = sum((some for (_, kind), some in wide.values.items() if "grad" in kind), [])
+    kinds = [key for key in wide.values if "grad" in key[1]]
+    values = [sample for key in kinds for sample in wide.values[key]]
+    largest = max((wide.largest[key] for key in kinds), default=0)
     saves = lambda power: gradients.lost(values, "fp16", 2.0**power) <= 0.01  # noqa: E731
     if not values:
         return {}
     return {
         "gradients lost by fp16 unscaled": gradients.lost(values),
         "smallest scale that saves 99%": 2.0 ** bisect_left(range(64), True, key=saves),
-        "largest scale without inf": formats.FP16.max / (_largest(values) or 1e-300),
+        "largest scale without inf": formats.FP16.max / largest if largest else math.inf,
     }
-
-
-def _largest(values: list[Tensor]) -> float:
-    magnitudes = [v.abs().nan_to_num(math.inf, math.inf).max().item() for v in values if len(v)]
-    return max(magnitudes, default=0.0)
 
 
 def _speed(
@@ -324,10 +301,7 @@ def _speed(
 ) -> dict[str, Any]:
     """The share of products in a step, and what 16 bits could gain at most (Amdahl's law)."""
     taken = _own(step, seen.device).median
-    products, casts = (
-        min(0.99, median(seconds[kind] for seconds in seen.seconds) / taken)
-        for kind in ("products", "casts")
-    )
+    products = min(0.99, median(step["products"] for step in seen.seconds) / taken)
     faster, spread = _race(seen.sample, fmt.dtype, seen.device)
     rest, rates = 1 - products, (faster, max(0.01, faster - spread), faster + spread)
     gains = [rest + products * s if narrow else 1 / (rest + products / s) for s in rates]
@@ -336,7 +310,7 @@ def _speed(
     speed = {
         "seconds_a_step": taken,
         "products": products,
-        "casts": casts,
+        "casts": median(step["casts"] for step in seen.seconds) / taken,
         "FLOPs_of_a_product": seen.sample[0],
         "faster": faster,
         "spread": spread,

@@ -38,8 +38,7 @@ LISTEN = [  # owner, function, its letter in the trace, what runs inside it
     (torch, "clear_autocast_cache", ")", "region"),
     (torch.autograd, "_engine_run_backward", "B", "backward"),
     *((s, "step", "L", "scheduler") for s in [LRScheduler, *LRScheduler.__subclasses__()]),
-    *((torch.amp.GradScaler, method, letter, "scaler") for method, letter in SCALER.items()),
-    *((LossScaler, method, letter, "scaler") for method, letter in SCALER.items()),
+    *((s, *call, "scaler") for s in (torch.amp.GradScaler, LossScaler) for call in SCALER.items()),
 ]
 ON_GRADIENTS = {  # what the loop's own kernels do
     **dict.fromkeys(["norm", "linalg_vector_norm"], "n"),
@@ -97,25 +96,21 @@ class Saved(AbstractContextManager):
 class Watcher(Transparent):
     """Records what training steps do. Its plain data, of all steps together:
 
-    `trace`: what happened, in order, with the optimizer, scheduler or weight it happened to, or
-    None. F forward under autocast and its cache, f any other; B backward under autocast, b outside;
-    the methods of SCALER, small where it is off; o an optimizer really stepped inside one, O
-    outside; what the loop itself does ON_GRADIENTS; L scheduler; ) the end of an autocast region.
-
+    `trace`: what happened, in order, with the optimizer, scheduler or weight it happened to. F
+    forward under autocast and its cache, f any other; B backward under autocast, b outside; LISTEN,
+    a scaler's small where it is off; o an optimizer really stepped in one, O outside; ON_GRADIENTS.
     `ops`, by (module, "forward" or "backward", kernel, dtype): calls, flops, misaligned (flops of
-    sizes that are not multiples of 8), nbytes (of casts), repeats (casts of a weight that the same
-    region had cast before). `updates`, by (who updates, kernel, dtype), of 16-bit values: due (so
-    many float32 would have moved), stay (so many of them stayed). `angles`: by module, the largest
-    angle or position where the whole numbers of its dtype have gaps.
+    sizes that are not multiples of 8), nbytes of casts, repeats (casts of a weight that the same
+    region had cast before). `updates`, by (who, kernel, dtype), of 16-bit values: due (so many
+    float32 would have moved), stay (so many of them stayed). `angles`: by module, the largest where
+    its dtype's whole numbers have gaps. `seconds`: in products and casts, by step. `sample`: FLOPs,
+    kernel and shapes of a typical product. `wild`: modules that made infinities or NaN of finite
+    inputs. `bad_inputs`: calls of the model with such values. `reads`: values that Python asked
+    for, each of which waits for a GPU. `scales`: after each update.
 
-    `seconds`: in products and casts, by step. `sample`: FLOPs, kernel and shapes of a typical
-    product. `wild`: modules that made infinities or NaN of finite inputs. `bad_inputs`: calls of
-    the model with such values. `reads`: values that Python asked for, each of which waits for a
-    GPU. `scales`: after each update.
-
-    A `wide` one keeps autocast and scalers off, so that the same step shows its true numbers.
-    `values`, by (module, kind): samples, with the largest, of the outputs of modules without
-    children, of their gradients, and of the weights' gradients as the backward pass makes them.
+    A `wide` one keeps autocast and scalers off, so that the same step shows its true numbers:
+    `values`, samples, and `largest`, by (module, kind), of the outputs of modules without children,
+    of their gradients, and of the weights' gradients as the backward pass makes them.
     """
 
     def __init__(self, model: nn.Module, saved: Saved, wide: bool = False) -> None:
@@ -124,7 +119,7 @@ class Watcher(Transparent):
         self.ops, self.updates = defaultdict(Counter), defaultdict(Counter)
         self.trace, self.seconds, self.scales, self.wild = [], [], [], []
         self.angles, self.sample, self.bad_inputs, self.reads = {}, None, 0, 0
-        self.values: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
+        self.values, self.largest = defaultdict(list), Counter()
 
         self.device = next(model.parameters()).device
         self.clock = cpu_clock if self.device.type == "cpu" else perf_counter
@@ -137,25 +132,26 @@ class Watcher(Transparent):
 
     def watch(self, step: Callable[[], Any], times: int) -> Exception | None:
         """Run a training step so many times; what it raised."""
-        with ExitStack() as self.stack:
-            for listener in LISTEN:
-                self._listen(*listener)
-            handles = [
-                optimizer.register_optimizer_step_pre_hook(self._optimizer_begins),
-                optimizer.register_optimizer_step_post_hook(self._optimizer_ends),
-                hooks.register_module_forward_pre_hook(self._module_begins),
-                hooks.register_module_forward_hook(self._module_ends, always_call=True),
-            ]
+        handles = [
+            optimizer.register_optimizer_step_pre_hook(self._optimizer_begins),
+            optimizer.register_optimizer_step_post_hook(lambda *_: self.inside.remove("optimizer")),
+            hooks.register_module_forward_pre_hook(self._module_begins),
+            hooks.register_module_forward_hook(self._module_ends, always_call=True),
+        ]
+        for name, p in self.model.named_parameters():
+            if self.wide and p.requires_grad:
+                module = name.rpartition(".")[0] or "model"
+                handles.append(p.register_hook(partial(self._look, module, "weight gradients")))
+        with ExitStack() as stack:
+            for handle in handles:
+                stack.callback(handle.remove)
+            for owner, name, letter, what in LISTEN:
+                heard = self._heard(getattr(owner, name), letter, what)
+                stack.enter_context(mock.patch.object(owner, name, heard))
             if self.wide:
                 off = mock.patch.object(torch, "set_autocast_enabled", lambda *device_and_on: None)
-                self.stack.enter_context(off)
-                for name, p in self.model.named_parameters():
-                    module = name.rpartition(".")[0] or "model"
-                    look = partial(self._look, module, "weight gradients")
-                    handles += [p.register_hook(look)] if p.requires_grad else []
-            for handle in handles:
-                self.stack.callback(handle.remove)
-            self.stack.enter_context(self.block())
+                stack.enter_context(off)
+            stack.enter_context(self.block())
             try:
                 for _ in range(times):
                     self.seconds.append(Counter())
@@ -183,9 +179,8 @@ class Watcher(Transparent):
         self.trace.append((letter, who))
         self._keep(*args[:1], who)
 
-    def _listen(self, owner: Any, name: str, letter: str, what: str) -> None:
-        """Note the calls of a function, except for those from inside one of its kind."""
-        original = getattr(owner, name)
+    def _heard(self, call: Callable, letter: str, what: str) -> Callable:
+        """`call`, noted except where one of its kind calls it."""
 
         def heard(*args: Any, **kwargs: Any) -> Any:
             if what not in self.inside:
@@ -197,20 +192,17 @@ class Watcher(Transparent):
             if what == "scaler" and self.wide:
                 vars(args[0]).update(_enabled=False, enabled=False)
             with self._during(what):
-                result = original(*args, **kwargs)
-                if name == "update":
+                result = call(*args, **kwargs)
+                if letter == "P":
                     self.scales.append(args[0].get_scale())
                 return result
 
-        self.stack.enter_context(mock.patch.object(owner, name, heard))
+        return heard
 
     def _optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not getattr(optimizer, "found_inf", 0):  # a fused optimizer skips by itself
             self._note("Oo"["scaler" in self.inside], optimizer)
         self.inside.append("optimizer")
-
-    def _optimizer_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.inside.remove("optimizer")
 
     def _module_begins(self, module: nn.Module, args: Any) -> None:
         if self.modules == ["the loss"] and "backward" not in self.inside:
@@ -222,24 +214,25 @@ class Watcher(Transparent):
         self.modules.append(self.names[id(module)])
 
     def _module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        name = self.modules.pop()
+        name, made = self.modules.pop(), floats(output)
         with self._during("watcher"):
-            if not _finite(output):
-                self.wild += [name] * _finite(args)
-                self.bad_inputs += module is self.model and not _finite(args)
+            if not all(tensor.isfinite().all() for tensor in made):
+                finite = all(tensor.isfinite().all() for tensor in floats(args))
+                self.wild += [name] * finite
+                self.bad_inputs += module is self.model and not finite
         if self.wide and "backward" not in self.inside and not any(module.children()):
-            for tensor in floats(output):
+            for tensor in made:
                 self._look(name, "activations", tensor)
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._look, name, "gradients"))
 
     def _look(self, module: str, kind: str, tensor: Tensor) -> None:
         with self._during("watcher"):
-            values = tensor.detach().to_dense().flatten()
-            if len(values) > SAMPLE:
-                largest = values[values.abs().argmax()]
-                values = torch.cat([values[:: -(-len(values) // SAMPLE)], largest[None]])
-            self.values[module, kind].append(values.clone())
+            key, values = (module, kind), tensor.detach().to_dense().flatten()
+            if len(values):
+                self.values[key].append(values[:: len(values) // SAMPLE + 1].clone())
+                largest = values.abs().nan_to_num(math.inf, math.inf).max().item()
+                self.largest[key] = max(self.largest[key], largest)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, by = kwargs or {}, self.inside[-1]
@@ -277,7 +270,7 @@ class Watcher(Transparent):
         if packet is aten._to_copy:
             if not made or made[0].dtype == source.dtype:
                 return
-            name = f"cast to {_name(made[0])}"
+            name = f"cast to {str(made[0].dtype)[6:]}"
             counts["nbytes"] = source.nbytes + made[0].nbytes
             self.seconds[-1]["casts"] += seconds - self.overhead
             if source.data_ptr() in self.weights and phase == "forward":
@@ -296,7 +289,7 @@ class Watcher(Transparent):
             if phase == "forward" and "attention" not in name and far < self.far:
                 shapes = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
                 self.far, self.sample = far, (flops, func, shapes)
-        self.ops[module, phase, name, _name(source)].update(counts)
+        self.ops[module, phase, name, source.dtype].update(counts)
 
     def _look_at_angles(self, values: Tensor) -> None:
         if values.dtype in NARROW and values.numel():
@@ -317,8 +310,7 @@ class Watcher(Transparent):
         if whose is not None:
             self._note(letter, whose)
         elif letter == "m" and not torch.is_grad_enabled():
-            with self._during("watcher"):
-                self.saved.keep(first)
+            self._keep(first)
             return True
         return False
 
@@ -335,18 +327,10 @@ class Watcher(Transparent):
         for was, exact, now in zip(before, tensors(wide[:1]), narrow, strict=True):
             due = exact != was
             stay = int((due & (now == was)).sum())
-            self.updates[by, name, _name(now)].update(due=int(due.sum()), stay=stay)
+            self.updates[by, name, now.dtype].update(due=int(due.sum()), stay=stay)
         return result
 
 
 def floats(tree: Any) -> list[Tensor]:
     """The floating-point tensors anywhere in it."""
     return [t for t in tensors(tree) if t.is_floating_point()]
-
-
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _finite(tree: Any) -> bool:
-    return all(tensor.isfinite().all() for tensor in floats(tree))
