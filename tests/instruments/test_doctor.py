@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import random
+import runpy
 import subprocess
 import sys
 
@@ -956,6 +957,9 @@ def test_two_ranks_get_no_finding(tmp_path):
 
 def lesson(number, names):
     """A lesson up to the cell that defines one of these functions, run with few steps."""
+    if number == "13":  # its loop is a script
+        script = runpy.run_path("train_ddp.py")
+        return script, script["train"]
     (path,) = notebook.choose([number], notebook.ROOT / "notebooks")
     space = {"__name__": path.stem}
     for cell in notebook.cells(path):
