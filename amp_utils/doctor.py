@@ -174,7 +174,7 @@ def examine(
     report.precision = f"pure {own}" if pure else narrow or own
     report.summary = {
         "share of FLOPs in 16 bits": flops / max(1, total["flops"]),
-        "of them in odd sizes": sum(row["misaligned"] for row in small) / max(1, flops),
+        "of them misaligned": sum(row["misaligned"] for row in small) / max(1, flops),
         "casts a step": sum(row["calls"] for row in report.map if row["nbytes"]),
         "bytes of casts": total["nbytes"],
         "casts of weights again": total["repeats"],
