@@ -955,7 +955,7 @@ def test_two_ranks_get_no_finding(tmp_path):
 
 
 def lesson(number, names):
-    """A lesson up to the cell that defines one of these functions, run with few steps."""
+    """A lesson up to the cell that has one of these functions, run with few steps."""
     (path,) = notebook.choose([number], notebook.ROOT / "notebooks")
     space = {"__name__": path.stem}
     for cell in notebook.cells(path):
@@ -967,7 +967,9 @@ def lesson(number, names):
         for name in names if cell.is_code and "exercise" not in cell.tags else ():
             if f"def {name}(" in cell.source:
                 return space, space[name]
-    raise AssertionError(f"lesson {number} defines none of {names}")
+            if name in space.get("script", {}):  # lesson 13 keeps its loop in a file
+                return space, space["script"][name]
+    raise AssertionError(f"lesson {number} has none of {names}")
 
 
 @pytest.mark.full
