@@ -18,6 +18,19 @@ def ladder() -> None:
     touch.ladder(torch.randn(64))
 
 
+def flight() -> None:
+    touch.flight(2.0**32, 8, 2.0**36, steps=60)
+
+
+def flow() -> None:
+    linear, norm = torch.nn.Linear(4, 4), torch.nn.RMSNorm(4)
+    touch.flow(torch.nn.Sequential(linear, norm, torch.nn.SiLU(), linear), torch.ones(2, 4))
+
+
+def timeline() -> None:
+    touch.timeline()
+
+
 def bits() -> None:
     touch.bits(0.1)
 
@@ -27,7 +40,8 @@ def updates() -> None:
 
 
 # One for each figure; test_frame.py runs the promises that all figures share over them.
-EXAMPLES = {example.__name__: example for example in (bits, ladder, loss_scale, updates)}
+FIGURES = (bits, flight, flow, ladder, loss_scale, timeline, updates)
+EXAMPLES = {example.__name__: example for example in FIGURES}
 
 
 def html(example: Callable[[], None]) -> str:
