@@ -43,6 +43,9 @@ def updates() -> None:
 FIGURES = (bits, flight, flow, ladder, loss_scale, timeline, updates)
 EXAMPLES = {example.__name__: example for example in FIGURES}
 
+# What changes a control that has the focus; a button takes Enter.
+KEYS = {"range": "ArrowRight", "select-one": "ArrowDown"}
+
 
 def html(example: Callable[[], None]) -> str:
     """What an example displays."""

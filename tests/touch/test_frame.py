@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
-from support.figures import EXAMPLES, html
+from support.figures import EXAMPLES, KEYS, html
 
 from amp_utils import touch
 from amp_utils.course import pages
@@ -99,7 +99,7 @@ def test_two_copies_side_by_side_are_independent(opened, name):
     before = second.inner_text(), first.get_by_role("status").inner_text()
     control = first.locator("input, select, button").first
     control.focus()
-    page.keyboard.press("ArrowRight" if control.evaluate("n => n.type === 'range'") else "Enter")
+    page.keyboard.press(KEYS.get(control.evaluate("node => node.type"), "Enter"))
     assert second.get_by_role("status").inner_text() == before[1]
     assert first.get_by_role("status").inner_text() != before[1], "nothing happened"
 
@@ -117,6 +117,6 @@ def test_every_figure_lives_in_an_offline_page(opened):
     page = opened(pages.page("lesson.html.j2", title="figures", body=body))
     page.locator("details.answer summary").click()
     for name, figure in zip(EXAMPLES, page.locator(".touch").all(), strict=True):
-        drawn = figure.locator(".picture > :not(style)").first
-        drawn.wait_for()
-        assert drawn.bounding_box()["width"] > 200, name
+        figure.locator(".picture > :not(style)").first.wait_for()
+        size = figure.locator(".picture").bounding_box()
+        assert size["width"] > 200 and size["height"] > 50, name

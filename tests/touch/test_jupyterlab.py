@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from support.browser import jupyterlab
-from support.figures import EXAMPLES, html
+from support.figures import EXAMPLES, KEYS, html
 
 pytestmark = pytest.mark.full
 TALL = {"viewport": {"width": 1200, "height": 900 * len(EXAMPLES)}}  # so that no cell is left out
@@ -55,8 +55,7 @@ def test_trusted_the_figure_is_alive_keeps_its_keys_and_follows_the_theme(lab, o
         control = output.locator("input, select, button").first
         control.focus()
         before = output.get_by_role("status").inner_text()
-        ranged = control.evaluate("node => node.type === 'range'")
-        page.keyboard.press("ArrowRight" if ranged else "Enter")
+        page.keyboard.press(KEYS.get(control.evaluate("node => node.type"), "Enter"))
         assert output.get_by_role("status").inner_text() != before, f"{name}: nothing happened"
         if control.evaluate("node => node.type !== 'text'"):
             page.keyboard.press("b")  # in JupyterLab's command mode: a new cell below
