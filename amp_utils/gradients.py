@@ -21,7 +21,7 @@ def lost(source: Source, fmt: Format = "fp16", scale: float = 1.0) -> float:
 
     0.0 where there is no non-zero value. ValueError for a scale that is not positive and finite.
     """
-    values = _values(source)
+    values = all_values(source)
     return _share(formats.of(fmt).round(_scaled(values[values != 0], scale)) == 0)
 
 
@@ -30,7 +30,7 @@ def overflowed(source: Source, fmt: Format = "fp16", scale: float = 1.0) -> floa
 
     Where the format has no infinity (e4m3fn), torch's conversion makes them its largest value.
     """
-    values, fmt = _values(source), formats.of(fmt)
+    values, fmt = all_values(source), formats.of(fmt)
     magnitudes = _scaled(values[values.isfinite()], scale).abs()
     border = fmt.max + fmt.ulp(fmt.max) / 2
     # A tie goes to the even neighbour: up, but in e4m3fn, whose last pattern is NaN, down.
@@ -39,7 +39,7 @@ def overflowed(source: Source, fmt: Format = "fp16", scale: float = 1.0) -> floa
 
 def histogram(source: Source) -> dict[int, int]:
     """How many non-zero finite values lie in [2^e, 2^(e+1)), by e, lowest first."""
-    values = _values(source)
+    values = all_values(source)
     values = values[values.isfinite() & (values != 0)]
     exponents, counts = (torch.frexp(values)[1] - 1).unique(return_counts=True)
     return dict(zip(exponents.tolist(), counts.tolist(), strict=True))
@@ -47,10 +47,10 @@ def histogram(source: Source) -> dict[int, int]:
 
 def zeros(source: Source) -> float:
     """Share of the values that are exactly zero."""
-    return _share(_values(source) == 0)
+    return _share(all_values(source) == 0)
 
 
-def _values(source: Source) -> Tensor:
+def all_values(source: Source) -> Tensor:
     """All values, as one float64 vector on the CPU."""
     if isinstance(source, nn.Module):
         source = [p.grad for p in source.parameters()] or [None]

@@ -169,7 +169,9 @@ def test_every_lesson_is_there_three_times_and_in_the_index(built, lessons):
     assert links == expected and all((built / name).is_file() for name in expected)
 
 
-def test_pages_have_no_script_and_hold_their_pictures_and_formulas(built, lessons):
+def test_pages_have_no_script_but_figures_to_touch_and_hold_their_pictures_and_formulas(
+    built, lessons
+):
     for path in lessons:
         page = BeautifulSoup(
             (built / "pages" / f"{path.stem}.html").read_text("utf-8"), "html.parser"
@@ -178,9 +180,13 @@ def test_pages_have_no_script_and_hold_their_pictures_and_formulas(built, lesson
         outputs = [output for cell in cells for output in cell.get("outputs", [])]
         pictures = sum("image/png" in output.get("data", {}) for output in outputs)
         pictures += markdown(path).count("](../imgs/")
+        touched = sum(
+            '<div class="touch"' in out.get("data", {}).get("text/html", "") for out in outputs
+        )
         formulas = re.findall(r"\$\$.+?\$\$|\$[^$\n]+\$", markdown(path), re.S)
-        assert not page("script") and len(page("main")) == 1, path.name
-        assert len(page("img", src=re.compile("^data:image/"))) == pictures, path.name
+        assert len(page("script")) == len(page.select(".touch + script")) == touched, path.name
+        assert len(page("main")) == 1, path.name
+        assert len(page("img", src=re.compile("^data:image/"))) == pictures + touched, path.name
         assert len(page("math")) == len(formulas), path.name
         assert "\n.highlight .k {" in page.style.string, "code is coloured"
 

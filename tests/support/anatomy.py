@@ -108,8 +108,8 @@ def predictions_are_committed_and_answered(nb, path):
     asked = [i for i, cell in prose(nb) if "predict" in tags(cell)]
     complaints = [] if len(asked) >= 2 else [f"{len(asked)} predictions; ask at least 2."]
     for i in asked:
-        if not nb.cells[i].source.startswith("**Predict.**"):
-            complaints.append(f"Cell {i}: a prediction begins with **Predict.**")
+        if not nb.cells[i].source.startswith(("**Predict.**", "**Find.**")):
+            complaints.append(f"Cell {i}: a prediction begins with **Predict.** or **Find.**")
         guess, *following = nb.cells[i + 1 : i + 8]
         name = re.fullmatch(r"(guess\w*) = None  # \S.+", guess.source)
         if "guess" not in tags(guess) or not name:
@@ -316,7 +316,8 @@ def outputs_are_stored(nb, path):
             if isinstance(node, ast.Call)
         ]
         speaks = any(
-            call in ("print", "lesson.predict", "lesson.record") or call.startswith("plots.")
+            call in ("print", "lesson.predict", "lesson.record")
+            or call.startswith(("plots.", "touch."))
             for call in calls
         )
         if (speaks or tags(cell) & {"check", "solution"}) and not cell.outputs:

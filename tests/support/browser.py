@@ -1,0 +1,51 @@
+"""Chromium for tests: the system's own, through Playwright, and nothing leaves the machine."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator:
+    """One browser for all tests of a session; without one they are skipped."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: make ready")
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip("needs a browser: apt-get install chromium")
+    root = hasattr(os, "geteuid") and os.geteuid() == 0  # whom Chromium refuses its sandbox
+    with sync_api.sync_playwright() as playwright:
+        yield playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox"] if root else []
+        )
+
+
+@pytest.fixture
+def opened(browser) -> Iterator[Callable]:
+    """`opened(html, **options)`: a page with this HTML in a window of its own.
+
+    `options` are Playwright's for a context: viewport, color_scheme, java_script_enabled … A
+    request to anywhere fails the test in the end, and so does an error in a script.
+    """
+    contexts, wrong = [], []
+
+    def refuse(route) -> None:
+        wrong.append(f"it asks for {route.request.url}")
+        route.abort()
+
+    def open_page(html: str, **options):
+        contexts.append(browser.new_context(**options))
+        contexts[-1].route("**/*", refuse)
+        page = contexts[-1].new_page()
+        page.set_default_timeout(30_000)
+        page.on("pageerror", lambda error: wrong.append(f"a script failed: {error}"))
+        page.set_content(f"<!DOCTYPE html><html lang=en><body>{html}</body></html>")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not wrong, "; ".join(wrong)

@@ -1,0 +1,102 @@
+"""What holds for every figure to touch, wherever it is read."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.figures import EXAMPLES, html
+
+from amp_utils import touch
+
+full = pytest.mark.full
+every_figure = pytest.mark.parametrize("name", EXAMPLES)
+
+
+def test_every_figure_is_tested():
+    scripts = {path.stem for path in Path(touch.__file__).parent.glob("*.js")} - {"frame", "floats"}
+    assert set(EXAMPLES) == set(touch.__all__) == scripts
+
+
+@every_figure
+def test_a_figure_is_small_and_the_same_in_every_run(name):
+    shown = html(EXAMPLES[name])
+    assert shown == html(EXAMPLES[name])
+    assert len(shown.encode()) <= 25_000
+    assert not re.search(r"\bid=|Math\.random|Date\b|\bimport\b|fetch\(|src=\"(?!data:)", shown)
+    assert shown.count("<script") == shown.count("</script") == 1
+
+
+@full
+@every_figure
+def test_without_a_script_the_drawing_is_seen_and_described(opened, name):
+    page = opened(html(EXAMPLES[name]), java_script_enabled=False)
+    picture = page.get_by_role("img")
+    assert picture.is_visible() and len(picture.get_attribute("alt")) > 40
+    size = picture.bounding_box()
+    assert size["width"] > 200 and size["height"] > 100, "the drawing is broken"
+
+
+@full
+@every_figure
+def test_with_a_script_the_figure_takes_its_place_and_has_its_result_in_words(opened, name):
+    page = opened(html(EXAMPLES[name]))
+    assert not page.locator("img").is_visible()
+    assert page.get_by_role("status").inner_text().endswith(".")
+    assert page.get_by_role("group").first.get_attribute("aria-label")
+    controls = page.locator("input, select, button").all()
+    assert controls and all(accessible_name(control) for control in controls)
+
+
+def accessible_name(control) -> str:
+    return control.evaluate("node => node.ariaLabel || (node.labels?.[0] ?? node).innerText.trim()")
+
+
+@full
+@every_figure
+@pytest.mark.parametrize("width", [1000, 320])
+def test_a_figure_fits_a_desk_and_a_phone_in_light_and_dark(opened, name, width):
+    for scheme, dark in (("light", False), ("dark", True)):
+        viewport = {"width": width, "height": 800}
+        page = opened(
+            "<style>:root { color-scheme: light dark }</style>" + html(EXAMPLES[name]),
+            viewport=viewport,
+            color_scheme=scheme,
+        )
+        page.get_by_role("status").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert (page.locator(".touch").get_attribute("data-dark") is not None) == dark
+
+
+@full
+@every_figure
+def test_the_keyboard_reaches_every_control_and_the_focus_is_seen(opened, name):
+    page = opened(html(EXAMPLES[name]))
+    page.get_by_role("status").wait_for()
+    controls = page.locator("input, select, button").and_(page.locator(":not([tabindex='-1'])"))
+    groups = controls.evaluate_all(
+        "nodes => new Set(nodes.map((node, i) => node.type === 'radio' ? node.name : i)).size"
+    )
+    reached = set()
+    for _ in range(groups):
+        page.keyboard.press("Tab")
+        focused = "document.querySelector('.touch').shadowRoot.activeElement"
+        assert page.evaluate(f"{focused} !== null"), "Tab leaves the figure too early"
+        assert page.evaluate(f"getComputedStyle({focused}).outlineStyle") == "solid"
+        reached.add(
+            page.evaluate(f"[...{focused}.getRootNode().querySelectorAll('*')].indexOf({focused})")
+        )
+    assert len(reached) == groups
+
+
+@full
+@every_figure
+def test_two_copies_side_by_side_are_independent(opened, name):
+    figure = html(EXAMPLES[name])
+    page = opened(f"<div>{figure}</div><div>{figure}</div>")
+    first, second = page.locator(".touch").all()
+    before = second.inner_text(), first.get_by_role("status").inner_text()
+    control = first.locator("input, select, button").first
+    control.focus()
+    page.keyboard.press("ArrowRight" if control.evaluate("n => n.type === 'range'") else "Enter")
+    assert second.get_by_role("status").inner_text() == before[1]
+    assert first.get_by_role("status").inner_text() != before[1], "nothing happened"
