@@ -1,6 +1,6 @@
 """The course as files for a class: students/ without solutions and outputs, so that no prediction
-is given away; solutions/, the lessons as they are; and pages/ with an index, a small book that needs
-no network and no server: contents, search, and the ledger of claims.
+is given away; solutions/, the lessons as they are; and pages/ with an index, a small book that
+needs no network and no server, with contents, a search, and the ledger of claims.
 """
 
 import json
@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import click
 import nbformat
@@ -59,7 +60,7 @@ def sections(lesson: NotebookNode) -> list[dict[str, str]]:
         first, *parts = re.split(r"^(#{1,3}) (.+)$", MARKS.sub(r"\1", shown_at_once), flags=re.M)
         found[-1]["text"] += f"\n{first}"
         for level, heading, text in zip(*[iter(parts)] * 3, strict=True):
-            place = heading.strip().replace(" ", "-")  # as nbconvert and JupyterLab name it
+            place = quote(heading.replace(" ", "-"), safe="?/:@!$&'()*+,;=")  # as nbconvert does
             found.append({"level": level, "heading": heading, "id": place, "text": text})
     for section in found:
         section["text"] = unicodedata.normalize("NFKC", " ".join(section["text"].split()))
@@ -101,9 +102,8 @@ def write_all(notebooks: Path, out: Path) -> int:
     lessons = {path: notebook.read(path) for path in notebook.lessons(notebooks)}
     cards = {path.stem: outline.card(lesson.cells, path.name) for path, lesson in lessons.items()}
     ledger = claims.shown(notebooks) if (notebooks / "claims.toml").exists() else {}
-    book = {"parts": notebook.PARTS, "cards": cards, "ledger": bool(ledger), "headings": []}
+    book = {"parts": notebook.PARTS, "cards": cards, "ledger": bool(ledger)}
     inside, outside = book | {"up": "../", "down": ""}, book | {"up": "", "down": "pages/"}
-    del inside["headings"]
     places = []
     for path, lesson in lessons.items():
         places += write_lesson(path, lesson, out, ledger, inside)
@@ -113,7 +113,7 @@ def write_all(notebooks: Path, out: Path) -> int:
         "pages/book.js": f"const places = {json.dumps(places)};\n{SCRIPT.read_text('utf-8')}",
     }
     if ledger:
-        values = inside | ledger | {"here": "claims", "headings": []}
+        values = ledger | inside | {"here": "claims"}
         files["pages/claims.html"] = pages.page("claims.html.j2", **values)
     for name, text in files.items():
         write_whole(out / name, text)
@@ -122,7 +122,6 @@ def write_all(notebooks: Path, out: Path) -> int:
 
 def build(notebooks: Path, out: Path) -> int:
     """Put a handout of all lessons in the place of an older one; returns how many there are."""
-    notebook.lessons(notebooks)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
         new, old = Path(beside, "new"), Path(beside, "old")
