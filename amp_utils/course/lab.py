@@ -1,9 +1,9 @@
 """Open the course in JupyterLab: a learner's own copies in `learn/`, or the originals for authors.
 
 A copy is untouched while its cells, outputs included, are those of a version that was copied here;
-then it follows the original. What JupyterLab rewrites unasked does not count: the layout of the
-file and the metadata of the whole notebook. A touched copy is never written again; a newer version
-lies beside it. Killed at any moment, this leaves whole files, and the next call goes on.
+then it follows the original. What JupyterLab rewrites unasked does not count (layout, metadata of
+the notebook and of outputs), and neither does folding. A touched copy is never written again; a
+newer version lies beside it. Killed at any moment, this leaves whole files; the next call goes on.
 """
 
 import fcntl
@@ -28,6 +28,11 @@ def fingerprint(contents: bytes) -> str:
     """What tells versions apart: the cells of a notebook, the bytes of any other file."""
     with suppress(Exception):  # a learner's file can be damaged in any way
         cells = nbformat.v4.reads(contents.decode()).cells
+        for cell in cells:
+            for folded in ("collapsed", "jupyter"):
+                cell.metadata.pop(folded, None)
+            for output in cell.get("outputs", []):
+                output.pop("metadata", None)  # where JavaScript makes 1.0 a 1
         contents = json.dumps(cells, sort_keys=True).encode()
     return hashlib.sha256(contents).hexdigest()
 
@@ -66,11 +71,10 @@ def follow(root: Path) -> None:
         for original in notebook.lessons(notebooks) + linked:
             name, copy, contents = original.name, learn / original.name, original.read_bytes()
             lesson = None if original in linked else notebook.read(original)
+            if name not in own or not copy.exists():
+                deliver(contents, copy, known.setdefault(name, []))
             if name in own:  # somebody's work and not a version: it never counts as untouched
-                if not copy.exists():
-                    write_whole(copy, contents)
                 continue
-            deliver(contents, copy, known.setdefault(name, []))
             if fingerprint(contents) not in known[name]:
                 known[name].append(fingerprint(contents))
                 write_whole(record, json.dumps(known, indent=1))

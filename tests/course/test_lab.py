@@ -72,10 +72,16 @@ def test_untouched_copies_follow_the_originals_byte_for_byte(course, capsys):
 
 
 def test_what_jupyterlab_rewrites_unasked_is_no_touch(course):
+    figure = new_output("display_data", {"text/plain": "a figure"}, metadata={"height": 1.0})
+    folded = {"tags": ["answer"], "jupyter": {"outputs_hidden": True}}
+    original = lesson(1, outputs=[figure], metadata=folded)
+    (course / "notebooks" / FIRST).write_bytes(original)
     lab.follow(course)
-    opened = json.loads((course / "learn" / FIRST).read_bytes())
+    opened = json.loads(original)
+    (cell,) = opened["cells"]
+    opened["cells"] = [dict(reversed(cell.items())) | {"metadata": folded | {"collapsed": True}}]
+    cell["outputs"][0]["metadata"] = {"height": 1}  # JavaScript has one kind of number
     opened["metadata"]["language_info"] = {"name": "python", "version": "3.11.7"}
-    opened["cells"] = [dict(reversed(cell.items())) for cell in opened["cells"]]
     (course / "learn" / FIRST).write_text(json.dumps(opened, indent=2))
     release(course, 2)
     lab.follow(course)

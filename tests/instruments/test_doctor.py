@@ -576,11 +576,11 @@ def test_what_watching_costs_counts_as_neither_product_nor_cast():
     assert min(seconds["casts"] for seconds in seen.seconds) < 0.5 * 50 * seen.overhead
 
 
-def test_a_convolution_that_calls_another_counts_once(monkeypatch):
+def test_a_convolution_that_calls_another_counts_once():
     net, ticks = nn.Conv2d(8, 8, 3), itertools.count()
-    monkeypatch.setattr(doctor.Watcher, "_calibrate", lambda seen: None)
     seen = doctor.Watcher(net, doctor.Saved(net))
     seen.clock = ticks.__next__  # a kernel that calls no other takes one tick
+    seen.overhead = 0
     seen.watch(lambda: net(torch.randn(1, 8, 8, 8)), 1)
     products = [op for (*_, name, _), op in seen.ops.items() if "conv" in name]
     assert seen.seconds[0]["products"] == sum(op["calls"] for op in products) == 1
@@ -955,7 +955,7 @@ def test_two_ranks_get_no_finding(tmp_path):
 
 
 def lesson(number, names):
-    """A lesson up to the cell that defines one of these functions, run with few steps."""
+    """A lesson up to the cell that has one of these functions, run with few steps."""
     (path,) = notebook.choose([number], notebook.ROOT / "notebooks")
     space = {"__name__": path.stem}
     for cell in notebook.cells(path):
@@ -967,7 +967,9 @@ def lesson(number, names):
         for name in names if cell.is_code and "exercise" not in cell.tags else ():
             if f"def {name}(" in cell.source:
                 return space, space[name]
-    raise AssertionError(f"lesson {number} defines none of {names}")
+            if name in space.get("script", {}):  # lesson 13 keeps its loop in a file
+                return space, space["script"][name]
+    raise AssertionError(f"lesson {number} has none of {names}")
 
 
 @pytest.mark.full
@@ -982,7 +984,9 @@ def lesson(number, names):
 )
 def test_the_courses_own_loops_get_no_error(number, names, monkeypatch):
     monkeypatch.chdir(notebook.ROOT / "notebooks")
-    space, train = lesson(number, names)
+    # torch's test machinery, which another test may have brought in, freezes torch.backends.
+    with torch.backends.__allow_nonbracketed_mutation():
+        space, train = lesson(number, names)
     x, nets, turn = torch.randn(64, 2), [], iter(())
     sequential = nn.Sequential
 

@@ -1,9 +1,25 @@
 """The bits of lesson 1, as a learner without a mouse meets them."""
 
+from importlib import import_module
+
 import pytest
 from support.figures import EXAMPLES, html
 
-pytestmark = pytest.mark.full
+figure = import_module("amp_utils.touch.bits")  # the function hides the module
+full = pytest.mark.full
+
+
+def test_the_drawing_without_script_writes_every_bit():
+    drawn = figure.still(-1.6)
+    for fmt in figure.FORMATS.values():
+        pattern = f"{fmt.encode(-1.6):0{fmt.bits}b}"
+        sign, exponent, mantissa = (f">{part}</text>" for part in cut(pattern, fmt.exponent_bits))
+        assert sign in drawn and exponent in drawn and mantissa in drawn
+    assert "-1.60000002<" in drawn and ">-1.5<" in drawn
+
+
+def cut(pattern: str, exponent_bits: int) -> tuple[str, str, str]:
+    return pattern[0], pattern[1 : 1 + exponent_bits], pattern[1 + exponent_bits :]
 
 
 @pytest.fixture
@@ -18,6 +34,7 @@ def typed(page, words: str) -> str:
     return page.get_by_role("status").inner_text()
 
 
+@full
 def test_a_number_is_typed_and_its_fate_is_told(page):
     assert typed(page, "5") == "fp16 has 5: a normal number."
     assert typed(page, "1/3").startswith(
@@ -32,6 +49,7 @@ def test_a_number_is_typed_and_its_fate_is_told(page):
     assert page.get_by_role("textbox").get_attribute("aria-invalid") == "true"
 
 
+@full
 def test_the_arrow_keys_step_to_the_neighbours(page):
     typed(page, "2048")
     page.keyboard.press("ArrowUp")
@@ -41,6 +59,7 @@ def test_the_arrow_keys_step_to_the_neighbours(page):
     assert page.get_by_role("textbox").input_value() == "2047"
 
 
+@full
 def test_a_bit_is_flipped_with_the_keyboard(page):
     typed(page, "1")
     page.get_by_role("button", name="sign bit").focus()
@@ -56,6 +75,7 @@ def test_a_bit_is_flipped_with_the_keyboard(page):
     assert page.get_by_role("radio", name="fp4 e2m1: no NaN").is_disabled()
 
 
+@full
 def test_another_format_rounds_what_was_typed_and_not_what_was_left_of_it(page):
     typed(page, "0.1")
     page.get_by_role("radio", name="fp4 e2m1: 0").check()

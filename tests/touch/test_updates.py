@@ -3,7 +3,15 @@
 import pytest
 from support.figures import EXAMPLES, html
 
-pytestmark = pytest.mark.full
+from amp_utils import touch
+
+full = pytest.mark.full
+
+
+def test_a_figure_that_the_controls_cannot_reach_is_refused():
+    for wrong in ({"weight": 3000.0}, {"weight": -1.0}, {"update": 2.0}, {"times": 500}):
+        with pytest.raises(ValueError, match=str(*wrong.values())):
+            touch.updates(**wrong)
 
 
 @pytest.fixture
@@ -24,6 +32,7 @@ def press(page, name: str, key: str, until: str) -> None:
     raise AssertionError(f"the slider {name} never says {until}")
 
 
+@full
 def test_the_keyboard_finds_the_largest_update_that_is_lost(page):
     press(page, "update", "ArrowRight", "0.005")
     assert said(page).startswith("bf16: 1 + 0.005 becomes 1.0078125.")
@@ -35,6 +44,7 @@ def test_the_keyboard_finds_the_largest_update_that_is_lost(page):
     assert said(page).startswith("bf16: 1 − 2⁻⁹ is rounded back to 1: the update is lost.")
 
 
+@full
 def test_the_sums_race_and_two_get_stuck(page):
     press(page, "weight", "ArrowLeft", "0")
     press(page, "update", "ArrowRight", "1")
@@ -46,6 +56,7 @@ def test_the_sums_race_and_two_get_stuck(page):
     )
 
 
+@full
 def test_the_update_is_dragged_on_the_number_line(page):
     line = page.locator("svg").first.bounding_box()
     middle, y = line["x"] + line["width"] / 2, line["y"] + 100
