@@ -16,8 +16,9 @@ def flight(
     """Show how torch's scaler moves its scale over some `steps`, and let the reader change that.
 
     Above `ceiling` every step overflows, and so does step `bad` (0: none). Both scales are taken to
-    the nearest power of two, from 2^-60 to 2^60.
+    the nearest power of two from 2^-60 to 2^60, and a growth interval over 40 to 40.
     """
+    growth_interval = min(growth_interval, 40)
     init, top = (min(max(round(math.log2(scale)), -60), 60) for scale in (init_scale, ceiling))
     rows = fly(
         (i == bad for i in range(1, steps + 1)),

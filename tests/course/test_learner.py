@@ -81,6 +81,10 @@ class Reader:
         """Click on a link."""
         self.page.get_by_role("link", name=link).first.click()
 
+    def presses(self, key: str, control: str) -> None:
+        """Press a key on a control of a figure to touch."""
+        self.page.get_by_role("slider", name=control).locator("visible=true").first.press(key)
+
     def writes(self, text: str, *lines: str) -> None:
         """Put lines in the place of all that stands in the cell with this text."""
         self.cell(text).get_by_text(text).first.click()
@@ -134,6 +138,10 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     )
     reader.runs(2)
     reader.reads_below("def check_autocast_dtype", "✓ correct")
+
+    reader.follows("5 · Gradient underflow")  # its figure is trusted, and alive before any cell ran
+    reader.presses("ArrowRight", "loss scale")
+    reader.sees("Loss scale 2¹: of")
 
     reader.follows("6 · The GradScaler")
     reader.sees("Four calls, one at a time")
