@@ -17,11 +17,15 @@ def browser() -> Iterator:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("needs a browser: apt-get install chromium")
-    root = hasattr(os, "geteuid") and os.geteuid() == 0  # whom Chromium refuses its sandbox
+    arguments = ["--disable-dev-shm-usage"]  # a container's /dev/shm may be small
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        arguments.append("--no-sandbox")  # Chromium refuses its sandbox to root
     with sync_api.sync_playwright() as playwright:
-        yield playwright.chromium.launch(
-            executable_path=path, args=["--no-sandbox"] if root else []
-        )
+        try:
+            browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        except sync_api.Error as error:
+            pytest.skip(f"needs a browser that starts: {str(error).splitlines()[0]}")
+        yield browser
 
 
 @pytest.fixture
