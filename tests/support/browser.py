@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +50,22 @@ def opened(browser) -> Iterator[Callable]:
     for context in contexts:
         context.close()
     assert not wrong, "; ".join(wrong)
+
+
+@pytest.fixture
+def visit(browser) -> Iterator[Callable]:
+    """`visit(path, **options)`: a file in a window of its own; options and failures as `opened`."""
+    contexts, wrong = [], []
+
+    def open_file(path: Path, **options):
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("request", lambda request: wrong.append(request.url))
+        page.on("pageerror", lambda error: wrong.append(f"a script failed: {error}"))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_file
+    for context in contexts:
+        context.close()
+    assert not [text for text in wrong if not text.startswith(("file:", "data:"))]
