@@ -2,6 +2,7 @@
 PYTHON ?= python3
 PORT ?=
 BROWSER ?=
+EDIT ?=
 NB ?=
 P ?=
 THREADS ?= 1
@@ -19,13 +20,9 @@ WORKERS := $(if $(filter 1,$(THREADS)),-n 2 --dist loadscope,-n 0)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-lab: ready  ## open the course in JupyterLab (PORT=8888, BROWSER=no: just print the address)
-	@exec $(if $(filter yes no,$(BROWSER)),env -u BROWSER) $(BIN)/python -m jupyterlab \
-	  --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb --ip=127.0.0.1 \
-	  $(if $(PORT),--port="$(PORT)" --ServerApp.port_retries=0) $(if $(filter no,$(BROWSER)),--no-browser) \
-	  --LabApp.extension_manager=readonly \
-	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate \
-	  $(if $(filter 0,$(shell id -u)),--allow-root)
+lab: ready  ## open the course in JupyterLab (PORT=8888, BROWSER=no: just print the address, EDIT=yes: for authors)
+	@exec $(if $(filter yes no,$(BROWSER)),env -u BROWSER) $(BIN)/python -m amp_utils.course lab \
+	  $(if $(PORT),--port "$(PORT)") $(if $(filter no,$(BROWSER)),--no-browser) $(if $(filter yes,$(EDIT)),--edit)
 
 run: ready  ## run lessons into runs/ (NB=12: one lesson, P="-p precision bf16 -p steps 100": its parameters)
 	@$(BIN)/python -m amp_utils.course run $(NB) $(P)

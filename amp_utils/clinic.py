@@ -196,6 +196,7 @@ class Ward:
         self.loops: dict[int | str, Loop] = {}  # as they were admitted
         self.wide: dict[int | str, Chart] = {}  # the same in float32
         self.meant: dict[int | str, Chart] = {}  # the same, on clean data
+        self.ill: dict[int | str, Chart] = {}  # of the loops as they were admitted
         self.found: dict[int | str, list[str]] = {}  # what the doctor said of them
         self.seen: Chart | None = None  # of the loop that was judged last
 
@@ -220,7 +221,8 @@ class Ward:
                 self.wide[number] = self.meant[number] = self._observe(number, loop)
                 if clean != "x":
                     self.meant[number] = self._observe(number, loop, clean)
-            print(_signs(self._observe(number, loop), self.wide[number]))
+            self.ill[number] = self._observe(number, loop)
+            print(_signs(self.ill[number], self.wide[number]))
             return loop
 
         return run

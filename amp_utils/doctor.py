@@ -30,13 +30,14 @@ import re
 import sys
 import tomllib
 from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from statistics import median
 from typing import Any
 
@@ -46,7 +47,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from amp_utils import formats, gradients, timing
+from amp_utils import formats, gradients, ledger, timing
 from amp_utils.lesson import choice, validate, whole
 from amp_utils.watcher import NARROW, Saved, Watcher
 
@@ -54,10 +55,8 @@ CATALOGUE = tomllib.loads(Path(__file__).with_name("findings.toml").read_text("u
 ADVICE = CATALOGUE.pop("advice")
 SEVERITIES = ("error", "warning", "note")
 COLUMNS = ("calls", "flops", "misaligned", "nbytes", "repeats")  # of the map
-SAMPLE = 2048  # values of a tensor that are looked at
 SHOWN = 8  # rows of a table that are printed; the JSON has all
 WORTH = 1e8  # FLOPs of a step whose speed is worth a finding
-LARGE = {"cpu": 256, "cuda": 4096}  # rows and columns of a product that fills matrix units
 
 
 @dataclass(frozen=True)
@@ -108,13 +107,23 @@ class Report:
             lines += [f"{name:<8} {_listed(facts)}"] if facts else []
         lines += [f"advice   {self.advice}"]
         for name in ("map", "ranges", "updates"):
-            rows = getattr(self, name)
-            lines += ["", f"{name}, {min(len(rows), SHOWN)} of {len(rows)} rows"] if rows else []
-            lines += _table(rows[:SHOWN])
+            if rows := getattr(self, name)[:SHOWN]:
+                told = [key for key in rows[0] if any(row[key] for row in rows)]  # the rest is 0
+                cells = [[_shown(row[key]) for key in told] for row in rows]
+                lines += [f"\n{name}, {len(rows)} of {len(getattr(self, name))} rows"]
+                lines += [ledger.aligned([told, *cells])]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _listed(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in facts.items())
 
 
 def examine(
@@ -132,65 +141,68 @@ def examine(
     wrong arguments. What the step raises becomes a finding; Ctrl-C passes through.
     """
     validate(
-        {"step": step, "model": model, "steps": steps, "precision": precision},
+        locals(),
         step=(callable, "a function that runs one training step"),
         model=(_has_parameters, "the nn.Module with parameters that the step trains"),
         steps=whole(1),
         precision=choice("fp16", "bf16", None),
     )
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    saved, values = Saved(model, scaler, *given), _Values()
-    seen, wide = Watcher(model, saved), Watcher(model, saved, values.look)
+    saved, plain, error32 = Saved(model, scaler, *given), None, None
+    seen, wide = Watcher(model, saved), Watcher(model, saved, wide=True)
     weights = Counter(p.dtype for p in model.parameters()).most_common(1)[0][0]
-    plain = error32 = None
-    try:
+    with saved:
         error = seen.watch(step, steps)
-        saved.restore()
-        with suppress(Exception):  # if only the unwatched step raises, its speed stays unknown
-            plain = error or timing.compare({"": step}, max(3, steps), 0, seen.device)[""]
-        saved.restore()
-        if weights not in NARROW:
+    with saved, suppress(Exception):  # if only the unwatched step raises, its speed stays unknown
+        plain = None if error else timing.compare({"": step}, max(3, steps), 0, seen.device)[""]
+    if weights not in NARROW:
+        with saved:
             error32 = wide.watch(step, 1)
-    finally:
-        saved.restore()
 
-    ops = {dtype: Counter() for dtype in [*NARROW, *(key[-1] for key in seen.ops)]}
-    for (*_, dtype), op in seen.ops.items():
-        ops[dtype].update(op)
-    everything, small = sum(ops.values(), Counter()), ops[torch.float16] + ops[torch.bfloat16]
-    used = max(NARROW, key=lambda dtype: ops[dtype]["flops"])
-    own, narrow = formats.of(weights).name, formats.of(used).name if small["flops"] else ""
-    pure, kind = own if weights in NARROW else "", formats.of(precision or narrow or "bf16")
-    report = Report(f"pure {own}" if pure else narrow or own)
-    report.map, report.ranges, report.scale = _map(seen), values.rows(), values.scale()
+    report = Report("", map=_map(seen), ranges=_ranges(wide), scale=_scale(wide))
     report.updates = [
         {"by": by, "op": op, "dtype": str(dtype)[6:], "due": n["due"], "stay": n["stay"] / n["due"]}
         for (by, op, dtype), n in seen.updates.items()
         if n["due"]
     ]
-    times = len(seen.seconds)
+    total = {column: sum(row[column] for row in report.map) for column in COLUMNS}
+    small = [row for row in report.map if row["dtype"] in ("float16", "bfloat16")]
+    flops, own, narrow = sum(row["flops"] for row in small), formats.of(weights).name, ""
+    if flops:  # the largest comes first
+        narrow = formats.of(getattr(torch, small[0]["dtype"])).name
+    pure, fmt = own if weights in NARROW else "", formats.of(precision or narrow or "bf16")
+    report.precision = f"pure {own}" if pure else narrow or own
     report.summary = {
-        "share of FLOPs in 16 bits": small["flops"] / max(1, everything["flops"]),
-        "of them in sizes not multiples of 8": small["misaligned"] / max(1, small["flops"]),
-        "casts a step": everything["casts"] / times,
-        "bytes of casts": everything["nbytes"] / times,
-        "casts of weights again": everything["repeats"] / times,
+        "share of FLOPs in 16 bits": flops / max(1, total["flops"]),
+        "of them misaligned": sum(row["misaligned"] for row in small) / max(1, flops),
+        "casts a step": sum(row["calls"] for row in report.map if row["nbytes"]),
+        "bytes of casts": total["nbytes"],
+        "casts of weights again": total["repeats"],
     }
-    judged = bool(narrow) and everything["flops"] >= WORTH * times
-    if isinstance(plain, timing.Timing) and seen.sample:
-        report.speed = _speed(seen, plain, kind, bool(narrow), judged)
+    judged = bool(narrow) and total["flops"] >= WORTH
+    if plain and seen.sample:
+        report.speed = _speed(seen, plain, fmt, bool(narrow), judged)
 
-    top = max((row["largest"] for row in report.ranges if row["kind"] == "activations"), default=0)
-    bf16 = max((row["bf16 loses"] + row["bf16 overflows"] for row in report.ranges), default=0)
+    outputs = (row for row in report.ranges if row["kind"] == "activations")
+    largest = max((row["largest"] for row in outputs), default=0)
+    bf16_loses = [row["bf16 loses"] + row["bf16 overflows"] for row in report.ranges]
     lost, needed, allowed = report.scale.values() or (math.nan, 1.0, math.nan)
     facts = vars(seen) | vars(report) | report.speed
-    facts |= {"narrow": narrow, "pure": pure, "format": kind.name, "asked": precision}
-    facts |= {"lost": lost, "needed": needed, "allowed": allowed, "largest": top}
-    facts |= {"fits": top <= formats.FP16.max and not needed > allowed, "bf16_loses": bf16}
-    facts |= {"gains": report.speed.get("high", 2) >= 1.1, "judged": judged and report.speed}
-    facts |= {"off": scaler is not None and not scaler.is_enabled(), "wild32": wide.wild}
+    facts |= {"asked": precision, "narrow": narrow, "pure": pure, "format": fmt.name}
+    facts |= {"lost": lost, "needed": needed, "allowed": allowed, "wild32": wide.wild}
+    facts |= {"largest": largest, "fits": largest <= formats.FP16.max and not needed > allowed}
+    facts |= {"bf16_loses": max(bf16_loses, default=0), "finished": error is None}
+    facts |= {"judged": judged and report.speed, "gains": report.speed.get("high", 2) >= 1.1}
+    facts |= {"off": scaler is not None and not scaler.is_enabled()}
     facts |= {"optimizers": _optimizers(seen, model, given), "angles": seen.angles.values()}
-    report.findings, report.advice = _findings(facts, error, error32), _advice(facts)
+    facts |= {"worst": {c: max(report.map, key=itemgetter(c), default={}) for c in COLUMNS}}
+    facts["times"] = partial(_times, seen.trace)
+    found = {
+        (finding.name, finding.where): finding for finding in _judge(facts, error, bool(error32))
+    }
+    report.findings = sorted(found.values(), key=lambda f: SEVERITIES.index(f.severity))
+    what, *why = [rule["say"].format(**facts) for rule in ADVICE if eval(rule["when"], facts)]
+    report.advice = f"{what}: {'; '.join(why)}."
     return report
 
 
@@ -198,55 +210,45 @@ def _has_parameters(model: Any) -> bool:
     return isinstance(model, nn.Module) and any(True for _ in model.parameters())
 
 
-def _advice(facts: dict[str, Any]) -> str:
-    """Which precision, and the measured reasons, in the catalogue's words."""
-    what, *why = [rule["say"].format(**facts) for rule in ADVICE if eval(rule["when"], facts)]
-    return f"{what}: {'; '.join(why)}."
-
-
-def _findings(
-    facts: dict[str, Any], error: Exception | None, error32: Exception | None
-) -> list[Finding]:
-    """What of the catalogue is the case, once in each place, the worst first."""
-    found: dict[tuple[str, str], Finding] = {}
-    worst = {column: max(facts["map"], key=itemgetter(column), default={}) for column in COLUMNS}
-    facts |= {"finished": error is None, "worst": worst}
-    facts["trace"], raised = "".join(letter for letter, _ in facts["trace"]), ""
-
-    def add(name: str, where: str, evidence: dict[str, Any], severity: str = "") -> None:
-        rule = CATALOGUE[name]
-        words = severity or rule["severity"], rule["change"], rule["lesson"]
-        found.setdefault((name, where), Finding(name, where, evidence, *words))
-
+def _judge(facts: dict[str, Any], error: Exception | None, beyond: bool) -> Iterator[Finding]:
+    """What of the catalogue is the case, and where; of an error `beyond` AMP, only that it is."""
+    said, raised = str(error or "").strip(), None
     if error is not None:
-        said = str(error).strip()
-        known = (n for n, rule in CATALOGUE.items() if re.search(rule.get("raised", "(?!)"), said))
-        raised = "the step raised" if error32 else next(known, "the step raised")
-        evidence = {type(error).__name__: said.partition("\n")[0][:120]}
-        add(raised, f"call {len(facts['seconds'])} of the step", evidence)
+        raises = (n for n, rule in CATALOGUE.items() if re.search(rule.get("raised", "(?!)"), said))
+        raised = "the step raised" if beyond else next(raises)
     for name, rule in CATALOGUE.items():
         for row in facts[rule["each"]] if "each" in rule else [{}]:
             known = facts | row
-            known["times"] = lambda pattern, trace=known["trace"]: len(re.findall(pattern, trace))
-            known["found"] = name != raised and eval(rule.get("when", "False"), known)
-            if known["found"]:
+            if name == raised:
+                where = f"call {len(facts['seconds'])} of the step"
+                evidence = {type(error).__name__: said.partition("\n")[0][:120]}
+            elif found := eval(rule.get("when", "False"), known):
+                known["found"] = found
+                where = rule["where"].format(**known)
                 evidence = {k: eval(fact, known) for k, fact in rule.get("evidence", {}).items()}
-                severity = "warning" if eval(rule.get("mild", "False"), known) else ""
-                add(name, rule["where"].format(**known), evidence, severity)
-    return sorted(found.values(), key=lambda finding: SEVERITIES.index(finding.severity))
+            else:
+                continue
+            mild = eval(rule.get("mild", "False"), known)
+            severity = "warning" if mild else rule["severity"]
+            yield Finding(name, where, evidence, severity, rule["change"], rule["lesson"])
+
+
+def _times(trace: list[tuple[str, Any]], pattern: str) -> int:
+    return len(re.findall(pattern, "".join(letter for letter, _ in trace)))
 
 
 def _optimizers(seen: Watcher, model: nn.Module, given: list[Optimizer]) -> list[dict[str, Any]]:
     """A row per optimizer: what it holds, and what happened to that."""
     rows, own = [], {id(p) for p in model.parameters()}
-    steppers = [who for _, who in seen.trace if isinstance(who, Optimizer)]
-    for optimizer in dict.fromkeys([*given, *steppers]):
+    stepped = [who for _, who in seen.trace if isinstance(who, Optimizer)]
+    for optimizer in dict.fromkeys([*given, *stepped]):
         held, eps = _weights(optimizer), optimizer.defaults.get("eps") or math.inf
-        dead = [d for d in {*held.values()} & {*NARROW} if torch.tensor(eps).to(d) == 0]
-        trace = [x for x, who in seen.trace if who is None or _weights(who).keys() & held.keys()]
-        row = {"optimizer": type(optimizer).__name__, "trace": "".join(trace), "eps": eps}
-        row |= {"dead": formats.of(dead[0]).name if dead else "", "foreign": own.isdisjoint(held)}
-        rows.append(row | {"steps": not {*"SoO"}.isdisjoint(trace)})
+        narrow = [formats.of(dtype) for dtype in {*held.values()} & {*NARROW}]
+        dead = [fmt.name for fmt in narrow if eps <= fmt.smallest_subnormal / 2]
+        trace = [(x, who) for x, who in seen.trace if who is None or _weights(who).keys() & held]
+        row = {"optimizer": type(optimizer).__name__, "eps": eps, "dead": ", ".join(dead)}
+        row |= {"foreign": own.isdisjoint(held), "steps": _times(trace, "[SoO]")}
+        rows.append(row | {"times": partial(_times, trace)})
     return rows
 
 
@@ -259,78 +261,56 @@ def _weights(who: Any) -> dict[int, torch.dtype]:
 def _map(seen: Watcher) -> list[dict[str, Any]]:
     """A row per module, phase, op and dtype, a step; the most FLOPs come first."""
     rows = []
-    for (module, phase, name, dtype), op in seen.ops.items():
-        row = {"module": module, "phase": phase, "op": name, "dtype": str(dtype)[6:]}
-        rows.append(row | {column: op[column] // len(seen.seconds) for column in COLUMNS})
+    for (module, phase, op, dtype), counts in seen.ops.items():
+        row = {"module": module, "phase": phase, "op": op, "dtype": str(dtype)[6:]}
+        rows.append(row | {column: counts[column] / len(seen.seconds) for column in COLUMNS})
     return sorted(rows, key=lambda row: (-row["flops"], -row["nbytes"]))
 
 
-class _Values:
-    """A sample of the values in a float32 run, by module and kind, and their largest."""
+def _ranges(wide: Watcher) -> list[dict[str, Any]]:
+    """A row per module and kind; those that fp16 would hurt most come first."""
+    rows = []
+    for (module, kind), values in wide.values.items():
+        row = {"module": module, "kind": kind, "largest": wide.largest[module, kind]}
+        for name in ("fp16", "bf16"):
+            row[f"{name} loses"] = gradients.lost(values, name)
+            row[f"{name} overflows"] = gradients.overflowed(values, name)
+        best = formats.E4M3FN.max / (row["largest"] or math.inf)
+        best = 2.0 ** math.floor(math.log2(best)) if 0 < best < math.inf else 1.0
+        rows.append(row | {"e4m3 loses": gradients.lost(values, "e4m3fn", best), "at": best})
+    return sorted(rows, key=lambda row: -row["fp16 loses"] - row["fp16 overflows"])
 
-    def __init__(self) -> None:
-        self.samples: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
-        self.largest: Counter[tuple[str, str]] = Counter()
 
-    def look(self, module: str, kind: str, tensor: Tensor) -> None:
-        """Take in a tensor."""
-        key, values = (module or "model", kind), tensor.detach().to_dense().flatten()
-        if len(values):
-            self.samples[key].append(values[:: -(-len(values) // SAMPLE)].clone())
-            largest = values.abs().nan_to_num(math.inf, math.inf).max().item()
-            self.largest[key] = max(self.largest[key], largest)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """A row per module and kind; those that fp16 would hurt most come first."""
-        rows = []
-        for (module, kind), values in self.samples.items():
-            row = {"module": module, "kind": kind, "largest": self.largest[module, kind]}
-            for name in ("fp16", "bf16"):
-                row[f"{name} loses"] = gradients.lost(values, name)
-                row[f"{name} overflows"] = gradients.overflowed(values, name)
-            best = formats.E4M3FN.max / (row["largest"] or math.inf)
-            best = 2.0 ** math.floor(math.log2(best)) if 0 < best < math.inf else 1.0
-            rows.append(row | {"e4m3 loses": gradients.lost(values, "e4m3fn", best), "at": best})
-        return sorted(rows, key=lambda row: -row["fp16 loses"] - row["fp16 overflows"])
-
-    def scale(self) -> dict[str, Any]:
-        """Which loss scales save the gradients in fp16; empty where there are none."""
-        keys = [key for key in self.samples if "grad" in key[1]]
-        values = [sample for key in keys for sample in self.samples[key]]
-        largest = max((self.largest[key] for key in keys), default=0.0)
-
-        def saves(power: int) -> bool:
-            return gradients.lost(values, "fp16", 2.0**power) <= 0.01
-
-        return (
-            {}
-            if not values
-            else {
-                "gradients lost by fp16 unscaled": gradients.lost(values),
-                "smallest scale that saves 99%": 2.0 ** bisect_left(range(64), True, key=saves),
-                "largest scale without inf": formats.FP16.max / largest if largest else math.inf,
-            }
-        )
+def _scale(wide: Watcher) -> dict[str, Any]:
+    """Which loss scales save the gradients in fp16; empty where there are none."""
+    kinds = [key for key in wide.values if "grad" in key[1]]
+    values = [sample for key in kinds for sample in wide.values[key]]
+    largest = max((wide.largest[key] for key in kinds), default=0)
+    saves = lambda power: gradients.lost(values, "fp16", 2.0**power) <= 0.01  # noqa: E731
+    if not values:
+        return {}
+    return {
+        "gradients lost by fp16 unscaled": gradients.lost(values),
+        "smallest scale that saves 99%": 2.0 ** bisect_left(range(64), True, key=saves),
+        "largest scale without inf": formats.FP16.max / largest if largest else math.inf,
+    }
 
 
 def _speed(
-    seen: Watcher, step: timing.Timing, kind: formats.Format, narrow: bool, large: bool
+    seen: Watcher, step: timing.Timing, fmt: formats.Format, narrow: bool, judged: bool
 ) -> dict[str, Any]:
     """The share of products in a step, and what 16 bits could gain at most (Amdahl's law)."""
-    device = seen.device.type
-    taken = median(step.cpu_seconds if device == "cpu" else step.seconds)
-    products = [min(0.99, seconds["products"] / taken) for seconds in seen.seconds]
-    faster, spread = _race(seen.sample, kind.dtype, seen.device)
-    gains = [
-        1 - p + p * s if narrow else 1 / (1 - p + p / s)
-        for p in (median(products), min(products), max(products))
-        for s in (faster, max(0.01, faster - spread), faster + spread)
-    ]
-    matmul = (torch.backends.cuda if device == "cuda" else torch.backends.mkldnn).matmul
+    taken = _own(step, seen.device).median
+    products = min(0.99, median(step["products"] for step in seen.seconds) / taken)
+    faster, spread = _race(seen.sample, fmt.dtype, seen.device)
+    rest, rates = 1 - products, (faster, max(0.01, faster - spread), faster + spread)
+    gains = [rest + products * s if narrow else 1 / (rest + products / s) for s in rates]
+    cuda = seen.device.type == "cuda"
+    matmul = (torch.backends.cuda if cuda else torch.backends.mkldnn).matmul
     speed = {
         "seconds_a_step": taken,
-        "products": median(products),
-        "casts": median(seconds["casts"] for seconds in seen.seconds) / taken,
+        "products": products,
+        "casts": median(step["casts"] for step in seen.seconds) / taken,
         "FLOPs_of_a_product": seen.sample[0],
         "faster": faster,
         "spread": spread,
@@ -339,69 +319,47 @@ def _speed(
         "high": max(gains),
         "tf32": matmul.fp32_precision == "tf32",
     }
-    if large:  # what this device does with sizes that suit it
-        n = LARGE.get(device, 256)
+    if judged:  # what this device does with sizes that suit it
+        n = 4096 if cuda else 256
         square = 2 * n**3, torch.mm, ((torch.empty(n, n, device="meta"),) * 2, {})
-        best = _race(square, kind.dtype, seen.device)
-        speed |= dict(zip(("faster_if_large", "spread_if_large"), best, strict=True))
+        best = _race(square, fmt.dtype, seen.device)
+        speed["faster_if_large"], speed["spread_if_large"] = best
     return speed
 
 
-def _race(
-    product: tuple[int, Callable, Any], dtype: torch.dtype, device: torch.device
-) -> tuple[float, float]:
+def _race(product: tuple, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     """How many times as fast a product is in `dtype` as in float32, and ± how many."""
     _, func, shapes = product
-
-    def run(dtype: torch.dtype) -> Callable[[], Any]:
-        def filled(t: Tensor) -> Tensor:
-            return torch.full(t.shape, 0.5, device=device, dtype=dtype)  # draws no random numbers
-
-        args, kwargs = tree_map_only(Tensor, filled, shapes)
-        return lambda: func(*args, **kwargs)
-
+    runs = {}
+    for each in (torch.float32, dtype):  # filled without drawing random numbers
+        fill = partial(torch.full_like, fill_value=0.5, dtype=each, device=device)
+        args, kwargs = tree_map_only(Tensor, fill, shapes)
+        runs[str(each)] = partial(func, *args, **kwargs)
     with torch.no_grad():
-        runs = {"wide": run(torch.float32), "narrow": run(dtype)}
         wide, narrow = timing.compare(runs, 5, 1, device, patience=0.5).values()
-    if device.type == "cpu":  # CPU time does not mind what else runs on the machine
-        wide, narrow = timing.Timing(wide.cpu_seconds), timing.Timing(narrow.cpu_seconds)
-    faster, spread = timing.ratio(wide, narrow)
+    faster, spread = timing.ratio(_own(wide, device), _own(narrow, device))
     return faster, spread / 2
 
 
-def _shown(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _listed(facts: dict[str, Any]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in facts.items())
-
-
-def _table(rows: list[dict[str, Any]]) -> list[str]:
-    if not rows:
-        return []
-    told = [name for name in rows[0] if any(row[name] for row in rows)]  # the rest is 0
-    cells = [told, *([_shown(row[name]) for name in told] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+def _own(measured: timing.Timing, device: torch.device) -> timing.Timing:
+    """On a CPU the time it computed, which does not mind what else runs there."""
+    return timing.Timing(measured.cpu_seconds) if device.type == "cpu" else measured
 
 
 @click.command()
 @click.argument("target", metavar="MODULE:FUNCTION")
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def command(target: str, as_json: bool) -> None:
+def command(target: str) -> None:
     """Examine what FUNCTION() returns: the arguments of `examine`, as a tuple or by name.
 
     Exit status 1 where a finding is an error, 2 for wrong usage.
     """
     sys.path.insert(0, "")
-    module, _, function = target.partition(":")
     try:
-        made = getattr(import_module(module), function)()
+        made = resolve_name(target)()
         report = examine(**made) if isinstance(made, dict) else examine(*made)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise click.BadParameter(f"{target}: {error}") from None
-    click.echo(report.to_json() if as_json else report)
+    click.echo(report)
     sys.exit(any(found.severity == "error" for found in report.findings))
 
 

@@ -15,7 +15,7 @@ relu    bf16     bf16    bf16    –
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -79,6 +79,11 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         cells = row.inputs, [row.ran_in], [row.output] if row.output else [], row.casts
         lines.append((row.op, *map(cell, cells)))
+    return aligned(lines)
+
+
+def aligned(lines: list[Sequence[str]]) -> str:
+    """Plain text of these lines of cells, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 

@@ -130,52 +130,6 @@ def images(grid: Grid, *, title: str, alt: str, low: float = 0, high: float = 1)
         axes[0, 0].figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
 
 
-def exponent_histogram(
-    panels: Mapping[str, Mapping[int, int]], floor: int, limit: int, *, title: str, alt: str
-) -> None:
-    """Counts by power of two, a panel each; lost below 2^`floor`, subnormal below 2^`limit`."""
-    size = (7, 1.0 + 1.25 * len(panels))
-    kept = {"color": BLUE, "edgecolor": BLUE}
-    lost = {"color": "#F2C6AE", "edgecolor": RED, "hatch": "///"}
-    with _drawing(alt, size, len(panels), sharex=True, squeeze=False) as axes:
-        for axis, (label, histogram) in zip(axes[:, 0], panels.items(), strict=True):
-            for exponent, count in histogram.items():
-                axis.bar(exponent + 0.5, count, width=0.9, **(lost if exponent < floor else kept))
-            axis.axvline(floor, color=RED, linestyle="--")
-            axis.axvline(limit, color="#666666", linestyle=":")
-            axis.margins(y=0.25)
-            words = {"transform": axis.get_xaxis_transform(), "va": "top", "fontsize": 8}
-            axis.text(floor - 0.2, 0.98, "rounds to zero ←", ha="right", color=RED, **words)
-            axis.text(limit + 0.2, 0.98, "→ all digits", color="#444444", **words)
-            axis.set_ylabel("values")
-            axis.text(0.01, 0.9, label, transform=axis.transAxes, va="top", fontweight="bold")
-        exponents = [floor, *(e for histogram in panels.values() for e in histogram)]
-        ends = (min(exponents) - 1, max(exponents) + 2)
-        axis.set(xlabel="power of two of the magnitude", xlim=ends)
-        axes[0, 0].set_title(title)
-
-
-def bit_fields(value: float, formats: Sequence[Format], *, alt: str) -> None:
-    """The bits of one value in several formats, the binary points aligned."""
-    colors = ("#E69F00", "#56B4E9", "#D9D9D9")
-    widest = max(f.exponent_bits for f in formats)
-    look = {"ha": "center", "va": "center", "fontsize": 8, "family": "monospace"}
-    with _drawing(alt, (7.6, 0.55 * len(formats) + 0.9)) as axes:
-        for y, fmt in enumerate(formats):
-            bits, left = fmt.encode(value), widest - fmt.exponent_bits
-            for i, bit in enumerate(f"{bits:0{fmt.bits}b}"):
-                color = colors[(i > 0) + (i > fmt.exponent_bits)]
-                axes.add_patch(plt.Rectangle((left + i, -y - 0.4), 0.92, 0.8, color=color))
-                axes.text(left + i + 0.46, -y, bit, **look)
-            axes.text(-0.6, -y, fmt.name, ha="right", va="center", fontweight="bold")
-            number = f"= {fmt.decode(bits):.10g}"
-            axes.text(left + fmt.bits + 0.4, -y, number, va="center", fontsize=9)
-        axes.set(xlim=(-5, 48), ylim=(-len(formats) + 0.3, 1.1), **BARE)
-        words = ((0, "sign"), (4, "exponent"), (11, "mantissa"))
-        for (x, word), color in zip(words, colors, strict=True):
-            axes.text(x, 0.75, word, fontsize=9, bbox={"color": color, "pad": 1.5})
-
-
 def range_bars(formats: Sequence[Format], *, title: str, alt: str) -> None:
     """A bar per format from its smallest to its largest positive value; subnormals are hatched."""
     pale = {"color": "#CFE3F1", "edgecolor": BLUE, "hatch": "///"}
@@ -212,26 +166,6 @@ def number_line(
         axes.tick_params(left=False)
         axes.spines["left"].set_visible(False)
         axes.set(title=title, ylim=(0.5 - len(rows), 0.6))
-
-
-def dtype_strip(
-    ops: Sequence[str], columns: Mapping[str, Sequence[str]], *, title: str, alt: str
-) -> None:
-    """A line per op and a box per column, in the colour of its dtype; an arrow marks a change."""
-    with _drawing(alt, (2.6 + 1.7 * len(columns), 0.29 * len(ops) + 0.9)) as axes:
-        for x, (name, dtypes) in enumerate(columns.items()):
-            axes.text(x + 0.5, 0.75, name, ha="center", va="center", fontweight="bold")
-            for y, dtype in enumerate(dtypes):
-                color, hatch = COLORS.get(dtype, "#666666"), None if dtype == "fp32" else ".."
-                axes.barh(-y, 0.94, left=x + 0.03, color=color, height=0.76, hatch=hatch)
-                white = {"color": "white", "fontweight": "bold", "bbox": {"color": color, "pad": 1}}
-                axes.text(x + 0.5, -y, dtype, ha="center", va="center", **white)
-        for y, (op, *dtypes) in enumerate(zip(ops, *columns.values(), strict=True)):
-            axes.text(-0.05, -y, op, ha="right", va="center")
-            if len({*dtypes}) > 1:
-                axes.text(len(columns) + 0.05, -y, "← differ", va="center")
-        limits = (-1.1, len(columns) + 0.6)
-        axes.set(title=title, xlim=limits, ylim=(-len(ops) + 0.4, 1.2), **BARE)
 
 
 def scale_history(

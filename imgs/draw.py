@@ -4,7 +4,6 @@ python imgs/draw.py
 """
 
 from collections.abc import Callable
-from math import log2
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -12,48 +11,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
-from amp_utils.formats import FORMATS
 from amp_utils.plots import COLORS, STYLE
 
 HERE = Path(__file__).parent
-SIGN, EXPONENT, MANTISSA = "#E69F00", "#56B4E9", "#D9D9D9"  # as in plots.bit_fields
 LOW, FULL = "#F9E0D2", "#E4E4E4"
-
-
-def format_anatomy(axes: Axes) -> None:
-    """The bits of each format, and what they buy: digits and range."""
-    names = ("fp32", "tf32", "fp16", "bf16", "e4m3fn", "e5m2")
-    for row, fmt in enumerate(FORMATS[name] for name in names):
-        fields = ((1, SIGN), (fmt.exponent_bits, EXPONENT), (fmt.mantissa_bits, MANTISSA))
-        colors = [color for count, color in fields for _ in range(count)]
-        left = 8 - fmt.exponent_bits  # the ends of the exponents stand in one line
-        for i, color in enumerate(colors):
-            axes.add_patch(
-                plt.Rectangle(
-                    (left + i, -row), 0.9, 0.62, facecolor=color, edgecolor="#555555", lw=0.6
-                )
-            )
-        axes.text(
-            -0.8, 0.3 - row, fmt.name, ha="right", va="center", fontweight="bold", fontsize=12
-        )
-        axes.text(34, 0.3 - row, f"$2^{{{log2(fmt.eps):.0f}}}$", va="center", fontsize=12)
-        axes.text(
-            38.2, 0.3 - row, f"$2^{{{log2(fmt.smallest_normal):.0f}}}$", va="center", fontsize=12
-        )
-        axes.text(43.2, 0.3 - row, _short(fmt.max), va="center", fontsize=11)
-    for x, words in ((34, "ulp at 1"), (38.2, "smallest\nnormal"), (43.2, "largest")):
-        axes.text(x, 0.95, words, fontsize=10, va="bottom", color="#333333")
-    for x, words, color in (
-        (0, "sign", SIGN),
-        (3.2, "exponent: range", EXPONENT),
-        (11.2, "mantissa: digits", MANTISSA),
-    ):
-        axes.text(x, 1.15, words, fontsize=11, va="bottom", bbox={"color": color, "pad": 2})
-    axes.set(xlim=(-4.5, 48.5), ylim=(-5.3, 2.2))
-
-
-def _short(value: float) -> str:
-    return f"{value:g}" if value < 1e6 else f"{value:.1e}".replace("e+", "e")
 
 
 def amp_step(axes: Axes) -> None:
@@ -198,7 +159,6 @@ def decision_tree(axes: Axes) -> None:
 
 
 PICTURES: dict[Callable[[Axes], None], tuple[float, float]] = {
-    format_anatomy: (9.6, 3.4),
     amp_step: (9.6, 3.6),
     loss_scaling: (9.6, 3.2),
     decision_tree: (10.6, 6.6),

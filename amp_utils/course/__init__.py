@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).parents[2]
+LEARN = "learn"  # the folder of a learner's own copies and progress, beside notebooks/
 
 
 class CourseError(click.ClickException):
@@ -21,11 +22,11 @@ def shown(path: Path) -> str:
     return min(str(path), os.path.relpath(path), key=len)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file completely or not at all."""
+def write_whole(path: Path, contents: str | bytes) -> None:
+    """Write a file completely or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(contents.encode() if isinstance(contents, str) else contents)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from amp_utils.course import ROOT, CourseError
 from amp_utils.lesson import ParameterError
 
 COMMANDS = {
+    "lab": "open the course in JupyterLab",
     "run": "run lessons with parameters, or keep their outputs",
     "sweep": "run a lesson for all combinations of values",
     "outline": "bring navigation, course map and slides up to date",

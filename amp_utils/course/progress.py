@@ -6,7 +6,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from amp_utils.course import notebook
+from amp_utils.course import LEARN, notebook
 from amp_utils.progress import load
 
 
@@ -20,9 +20,10 @@ def question(cell: notebook.Cell) -> str:
 @click.command(help="Show which predictions were right and which exercises are solved.")
 @click.pass_obj
 def command(root: Path) -> None:
-    verdicts, wrong, following = load(root / "progress.json"), [], None
+    folder = next(filter(Path.is_dir, (root / LEARN, root / "notebooks")))
+    verdicts, wrong, following = load(folder / "progress.json"), [], None
     table = Table("lesson", "exercises", "right guesses", box=None, pad_edge=False)
-    for path in notebook.lessons(root / "notebooks"):
+    for path in notebook.lessons(folder):
         number, cells = path.stem.split("_")[0], notebook.cells(path)
         asked = {
             f"{number}/predict{i}": question(cell)
@@ -42,6 +43,6 @@ def command(root: Path) -> None:
     if wrong:
         console.print("\nPredictions that were wrong; the lesson says why:")
     for path, text in wrong:
-        console.print(f"  notebooks/{path.name}: {text}", soft_wrap=True)
-    done = "Every exercise is solved." if following is None else f"Next: notebooks/{following.name}"
+        console.print(f"  {folder.name}/{path.name}: {text}", soft_wrap=True)
+    done = f"Next: {folder.name}/{following.name}" if following else "Every exercise is solved."
     console.print(f"\n{done}")

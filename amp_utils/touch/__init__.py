@@ -9,6 +9,11 @@ What `stage`, `make`, `slider`, `choice` and `button` do stands in `frame.js`, t
 Without JavaScript, or where JupyterLab does not trust the notebook, the still drawing is seen.
 """
 
+from amp_utils.touch.bits import bits
+from amp_utils.touch.flight import flight
+from amp_utils.touch.flow import flow
 from amp_utils.touch.loss_scale import loss_scale
+from amp_utils.touch.timeline import timeline
+from amp_utils.touch.updates import updates
 
-__all__ = ["loss_scale"]
+__all__ = ["bits", "flight", "flow", "loss_scale", "timeline", "updates"]

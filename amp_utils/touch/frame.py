@@ -14,20 +14,22 @@ from typing import Any
 INK, QUIET, LINE = "#1f2328", "#586069", "#d5d9e0"
 
 
-def show(name: str, data: Any, *, label: str, alt: str, still: str) -> None:
+def show(name: str, data: Any, *, label: str, alt: str, still: str, uses: str = "") -> None:
     """Display the figure of `name.js` with `data`, anything that JSON can hold but no NaN.
 
     `label` names it for a screen reader. `still` is an SVG (see `drawing`) with the same message,
-    seen where no script runs, and `alt` its message in words.
+    seen where no script runs, and `alt` its message in words. `uses` names a file of functions,
+    `floats` for `floats.js`, that `name.js` shares with other figures.
     """
     from IPython.display import display
 
-    page = bundle(name, data, label=label, alt=alt, still=still)
+    page = bundle(name, data, label=label, alt=alt, still=still, uses=uses)
     display({"text/html": page, "text/plain": f"[figure to touch: {alt}]"}, raw=True)
 
 
-def bundle(name: str, data: Any, *, label: str, alt: str, still: str) -> str:
+def bundle(name: str, data: Any, *, label: str, alt: str, still: str, uses: str = "") -> str:
     """The HTML that `show` displays. ValueError for data with NaN or infinity."""
+    scripts = "\n".join(_source(f"{part}.js") for part in ("frame", uses, name) if part)
     style, values = _json(_source("frame.css")), _json(data)
     picture = base64.b64encode(still.encode()).decode()
     return f"""\
@@ -36,8 +38,7 @@ style="max-width: 100%" src="data:image/svg+xml;base64,{picture}"></div>
 <script>
 (() => {{
 "use strict";
-{_source("frame.js")}
-{_source(f"{name}.js")}
+{scripts}
 const host = document.currentScript.parentElement.querySelector(".touch:not([data-ready])");
 if (host) frame(host, {style}, {_json(label)}, stage => figure(stage, {values}));
 }})();

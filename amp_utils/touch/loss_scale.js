@@ -55,9 +55,9 @@ function thumbnail(picture, size, label) {
 }
 
 function figure(stage, {bins, learned, total}) {
-  const [low, high] = [bins[0][0] - 2, 22], most = Math.max(...bins.map(bin => bin[1]));
+  const [low, high] = [Math.min(bins[0][0] - 2, -40), 22], most = Math.max(...bins.map(bin => bin[1]));
   const state = {k: 0};
-  const scale = {min: 0, max: 20 - bins.at(-1)[0], value: 0};
+  const scale = {min: 0, max: Math.max(1, 20 - bins.at(-1)[0]), value: 0};
   const words = k => k < 25 ? `${power(k)} = ${(2 ** k).toLocaleString("en")}` : power(k);
   stage.controls.append(slider("loss scale", scale, words, k => { state.k = k; stage.redraw(); }));
 

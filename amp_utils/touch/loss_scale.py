@@ -19,24 +19,24 @@ def loss_scale(source: gradients.Source, learned: Mapping[int, Tensor]) -> None:
 
     `source` is any that `amp_utils.gradients` takes; zeros, infinities and NaN are left out.
     `learned` has square pictures, N × N from -1 to 1, of networks that were trained at the scale
-    2^key. ValueError for gradients that are all zero.
+    2^key. ValueError where there are no gradients but zeros, or no pictures.
     """
     bins = magnitudes(source)
-    if not bins:
-        raise ValueError("source has no finite gradient but zero: nothing can be drawn.")
+    if not bins or not learned:
+        missing = "learned has no picture" if bins else "source has no finite gradient but zero"
+        raise ValueError(f"{missing}: nothing can be drawn.")
     pictures = {k: digits(picture) for k, picture in sorted(learned.items())}
     total = sum(count for _, count, *_ in bins)
     shares = [gradients.lost(source, "fp16", 2.0**k) for k in pictures]
-    alt = "; ".join(
-        f"at a loss scale of 2^{k} fp16 loses {share:.0%} of the gradients"
-        + ("" if pictures[k] else ", and the network ends as NaN")
+    lost = ", ".join(
+        f"{share:.1%} at 2^{k}" + ("" if pictures[k] else " (where the network ends as NaN)")
         for k, share in zip(pictures, shares, strict=True)
     )
     frame.show(
         "loss_scale",
         {"bins": bins, "learned": list(pictures.items()), "total": total},
         label="Gradients in fp16 at a loss scale of your choice",
-        alt=f"{total} gradients by size: {alt}.",
+        alt=f"{total:,} gradients move to the right as the loss scale grows; lost are {lost}.",
         still=still(bins, pictures, shares),
     )
 
@@ -66,11 +66,14 @@ def digits(picture: Tensor) -> str | None:
 
 def still(bins: list[list[int]], pictures: Pictures, shares: list[float]) -> str:
     """The drawing without script: a row for each network, its gradients and what it learned."""
-    low, high, unit, row, most = bins[0][0] - 2, 20, 5.2, 60, max(bin[1] for bin in bins)
-    x = {e: 96 + unit * (e - low) for e in range(low, high + 60)}
+    low, high, unit, row, most = min(bins[0][0] - 2, -40), 20, 5.2, 60, max(bin[1] for bin in bins)
+
+    def x(e: float) -> float:
+        return round(96 + unit * (e - low), 1)
+
     quiet, bottom = {"fill": frame.QUIET, "text_anchor": "middle"}, 34 + row * len(pictures)
     parts = [
-        frame.text(x[e], 20, words, **quiet)
+        frame.text(x(e), 20, words, **quiet)
         for e, words in (
             (-33, "becomes 0"),
             (-20, "subnormal"),
@@ -79,19 +82,18 @@ def still(bins: list[list[int]], pictures: Pictures, shares: list[float]) -> str
             (27, "learned"),
         )
     ]
-    parts += [frame.path(f"M{x[e]:g} 28V{bottom}", frame.LINE) for e in (-25, -14, 16)]
+    parts += [frame.path(f"M{x(e):g} 28V{bottom}", frame.LINE) for e in (-25, -14, 16)]
     for y, k, share in zip(range(82, bottom, row), pictures, shares, strict=True):
         parts.append(frame.text(10, y - 22, frame.power(k), font_weight="bold"))
         parts.append(frame.text(10, y - 5, f"{share:.1%} lost", fill=frame.QUIET))
         for name, color in COLORS.items():
             bars = [bin for bin in bins if zone(bin[0] + k) == name and bin[0] + k < high]
             drawn = "".join(
-                f"M{x[e + k] + unit / 2:.1f} {y}v-{max(1, 44 * count / most):.1f}"
-                for e, count, *_ in bars
+                f"M{x(e + k + 0.5):g} {y}v-{max(1, 44 * count / most):.1f}" for e, count, *_ in bars
             )
             parts.append(frame.path(drawn, color, 4.2) if drawn else "")
-        parts.append(thumbnail(pictures[k], x[high] + 22, y - 44))
-    return frame.drawing(round(x[high] + 78), bottom, *parts)
+        parts.append(thumbnail(pictures[k], x(high) + 22, y - 44))
+    return frame.drawing(round(x(high) + 78), bottom, *parts)
 
 
 def zone(e: int) -> str:

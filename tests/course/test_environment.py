@@ -167,8 +167,17 @@ def test_lab_checks_the_port_it_is_given_and_takes_no_other():
     first, *rest = make("--dry-run", "lab", "PORT=8123").stdout.split("bootstrap.py ", 1)[1:]
     check, recipe = first.split("\n", 1)
     assert check == '--port "8123"' and not rest
-    assert '--port="8123" --ServerApp.port_retries=0' in recipe
+    assert "-m amp_utils.course lab" in recipe and '--port "8123"' in recipe
     assert "--port" not in make("--dry-run", "lab").stdout
+
+
+def test_lab_opens_copies_unless_an_author_edits():
+    def options(*arguments: str) -> list[str]:
+        said = make("--dry-run", "lab", *arguments).stdout.replace("\\\n", "")
+        return said.split("amp_utils.course lab", 1)[1].split()
+
+    assert options() == options("EDIT=no", "BROWSER=yes") == []
+    assert options("EDIT=yes", "BROWSER=no") == ["--no-browser", "--edit"]
 
 
 def answers(address: str) -> bool:
@@ -183,7 +192,7 @@ def test_lab_answers_on_loopback_and_wants_its_token(tmp_path):
     said = tmp_path / "said"
     with said.open("w") as out:
         lab = subprocess.Popen(
-            ["make", "lab", "BROWSER=no"],
+            ["make", "lab", "BROWSER=no", "EDIT=yes"],
             cwd=ROOT,
             env=ENVIRONMENT | {"JUPYTER_RUNTIME_DIR": str(tmp_path)},
             stdout=out,

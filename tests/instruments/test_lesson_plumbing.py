@@ -77,7 +77,6 @@ def cell(tmp_path, monkeypatch):
     path = tmp_path / "06_grad_scaler.ipynb"
     path.write_text(json.dumps({"cells": cells}))
     monkeypatch.setenv("JPY_SESSION_NAME", str(path))
-    monkeypatch.setattr(progress.note, "__defaults__", (tmp_path / "progress.json",))
     parent = {"metadata": {}}
     shell = SimpleNamespace(get_parent=lambda: parent)
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from amp_utils import plots
-from amp_utils.formats import BF16, FP16, FP32
+from amp_utils.formats import FP16, FP32
 
 matplotlib.use("Agg")
 
@@ -85,19 +85,6 @@ def test_images_show_each_picture_under_its_name(drawn):
     assert (drawn[0][0].axes[1].images[0].get_array() == (1 - picture).numpy()).all()
 
 
-def test_the_histogram_has_a_bar_a_power_and_marks_the_lost_ones(drawn):
-    plots.exponent_histogram({"g": {-26: 3, -20: 5}}, floor=-25, limit=-14, title="t", alt="a")
-    lost, kept = drawn[0][0].axes[0].patches
-    assert (lost.get_height(), kept.get_height()) == (3, 5)
-    assert lost.get_hatch() and not kept.get_hatch()
-
-
-def test_bit_fields_write_every_bit(drawn):
-    plots.bit_fields(1.5, [FP16, BF16], alt="a")
-    written = "".join(t.get_text() for t in drawn[0][0].axes[0].texts if t.get_text() in "01")
-    assert written == f"{FP16.encode(1.5):016b}{BF16.encode(1.5):016b}"
-
-
 def test_range_bars_end_at_the_largest_value(drawn):
     plots.range_bars([FP16, FP32], title="t", alt="a")
     normal, subnormal = drawn[0][0].axes[0].patches[:2]
@@ -111,14 +98,6 @@ def test_the_number_line_has_a_stroke_for_each_number(drawn):
     strokes = [[segment[0, 0] for segment in row.get_segments()] for row in axes.collections]
     assert strokes == [[1, 2.5], [4]]
     assert [t.get_text() for t in axes.get_xticklabels()] == ["1", "2", "4"]
-
-
-def test_the_strip_names_each_op_and_dtype_and_marks_what_differs(drawn):
-    columns = {"CPU": ["bf16", "bf16"], "CUDA": ["bf16", "fp32"]}
-    plots.dtype_strip(["linear", "softmax"], columns, title="t", alt="a")
-    texts = {t.get_text(): t.get_position()[1] for t in drawn[0][0].axes[0].texts}
-    assert {"linear", "softmax", "CPU", "CUDA", "bf16", "fp32"} < set(texts)
-    assert texts["← differ"] == texts["softmax"]
 
 
 def test_the_scale_history_marks_skipped_steps_and_draws_errors_beneath(drawn):

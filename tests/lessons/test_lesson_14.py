@@ -63,6 +63,7 @@ def test_right_repairs_are_accepted_and_wrong_ones_refused(ward, number):
     own = loop_of(CELLS[f"{'solution' if number in 'XYZ' else 'mended'}-{number}"])
     if number != "25":  # who is healthy
         assert judged(ward, number, loop_of(sick)).startswith("ill: ")
+        assert repr(ward.seen.losses) == repr(ward.ill[number].losses)
     for loop in (own, *(loop_of(sick, edits) for edits in repairs["right"])):
         assert judged(ward, number, loop) == "healthy"
     for edits in repairs["wrong"]:

@@ -14,8 +14,31 @@ def loss_scale() -> None:
     touch.loss_scale(values, {0: 0 * wave, 16: wave, 40: wave * torch.nan})
 
 
+def flight() -> None:
+    touch.flight(2.0**32, 8, 2.0**36, steps=60)
+
+
+def flow() -> None:
+    linear, norm = torch.nn.Linear(4, 4), torch.nn.RMSNorm(4)
+    touch.flow(torch.nn.Sequential(linear, norm, torch.nn.SiLU(), linear), torch.ones(2, 4))
+
+
+def timeline() -> None:
+    touch.timeline()
+
+
+def bits() -> None:
+    touch.bits(0.1)
+
+
+def updates() -> None:
+    touch.updates()
+
+
 # One for each figure; test_frame.py runs the promises that all figures share over them.
-EXAMPLES = {example.__name__: example for example in (loss_scale,)}
+EXAMPLES = {
+    example.__name__: example for example in (bits, flight, flow, loss_scale, timeline, updates)
+}
 
 
 def html(example: Callable[[], None]) -> str:

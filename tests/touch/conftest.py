@@ -14,12 +14,12 @@ SOURCES = Path(touch.__file__).parent
 
 @pytest.fixture
 def arithmetic(opened) -> Callable:  # noqa: F811
-    """`arithmetic(name)(expression, argument)`: JavaScript with the functions of `name.js`."""
+    """`arithmetic(*names)(expression, argument)`: JavaScript with the functions of `name.js`."""
 
-    def load(name: str) -> Callable:
+    def load(*names: str) -> Callable:
         page = opened("")
-        for source in ("frame.js", f"{name}.js"):
-            page.add_script_tag(content=(SOURCES / source).read_text("utf-8"))
+        for name in ("frame", *names):
+            page.add_script_tag(content=(SOURCES / f"{name}.js").read_text("utf-8"))
         return lambda expression, argument=None: page.evaluate(
             f"text => {{ const given = JSON.parse(text); return ({expression}) }}",
             json.dumps(argument),

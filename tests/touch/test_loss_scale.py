@@ -5,7 +5,8 @@ from importlib import import_module
 import pytest
 import torch
 
-from amp_utils import gradients
+from amp_utils import gradients, touch
+from amp_utils.course import cells
 
 figure = import_module("amp_utils.touch.loss_scale")
 
@@ -45,3 +46,14 @@ def test_the_parts_of_a_bin_lie_at_the_borders_of_fp16():
     edge = [1.0, 1.5, 2 - 2**-10, 2 - 2**-11, -1.0, 0.0, float("inf"), float("nan")]
     assert figure.magnitudes(torch.tensor(edge)) == [[0, 5, 2, 2, 1]]
     assert gradients.lost(torch.tensor(edge[:1]), "fp16", 2.0**-25) == 1
+
+
+def test_large_gradients_can_be_drawn_and_none_cannot():
+    wave = torch.linspace(-1, 1, 4).reshape(2, 2)
+    with cells.outputs() as shown:
+        touch.loss_scale(torch.tensor([3.0]), {-3: wave, 0: wave * torch.nan})
+    assert "100.0% at 2^-3" not in shown[0]["data"]["text/plain"]
+    with pytest.raises(ValueError, match="no finite gradient but zero"):
+        touch.loss_scale(torch.zeros(3), {0: wave})
+    with pytest.raises(ValueError, match="no picture"):
+        touch.loss_scale(torch.ones(3), {})
