@@ -985,8 +985,8 @@ def lesson(number, names):
 def test_the_courses_own_loops_get_no_error(number, names, monkeypatch):
     monkeypatch.chdir(notebook.ROOT / "notebooks")
     # torch's test machinery, which another test may have brought in, freezes torch.backends.
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
-    space, train = lesson(number, names)
+    with torch.backends.__allow_nonbracketed_mutation():
+        space, train = lesson(number, names)
     x, nets, turn = torch.randn(64, 2), [], iter(())
     sequential = nn.Sequential
 
