@@ -3,16 +3,14 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 from support.browser import browser  # noqa: F401
-from support.processes import LIMIT, wait_for
+from support.processes import LIMIT, answers, wait_for
 
 from amp_utils.course import lab
 
@@ -38,11 +36,9 @@ def address(course) -> Iterator[str]:
         pipes = {"stdout": out, "stderr": out, "start_new_session": True}
         opened = subprocess.Popen(command, cwd=course, env=os.environ | own, **pipes)
     try:
-        wait_for(lambda: "token=" in (course / "said").read_text() or opened.poll() is not None)
-        found = re.search(r"http://127\S+token=\w+", (course / "said").read_text()).group()
-        url = urlsplit(found)
-        with socket.socket() as caller:
-            wait_for(lambda: caller.connect_ex((url.hostname, url.port)) == 0)
+        said = r"http://127\S+token=\w{32,}"
+        found = wait_for(lambda: re.search(said, (course / "said").read_text())).group()
+        wait_for(lambda: answers(found))
         yield found
     finally:
         os.killpg(opened.pid, signal.SIGTERM)
@@ -152,7 +148,7 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     reader.runs_all()
     reader.reads_below("lesson.predict(guess_weight", "✗ you predicted 1.5; measured: 1.7")
     reader.reads_below("lesson.predict(guess_scale", "✓ as you predicted: 256")
-    reader.sees("Draw it with the pointer or the last two sliders, then press Fly.")
+    reader.reads_below("touch.flight(init_scale", "Your staircase (orange) begins at")
     reader.presses("PageDown", "slider", "ceiling")
     reader.presses("Enter", "button", "Fly")
     reader.sees("The scaler (blue) skipped")
