@@ -168,26 +168,6 @@ def number_line(
         axes.set(title=title, ylim=(0.5 - len(rows), 0.6))
 
 
-def dtype_strip(
-    ops: Sequence[str], columns: Mapping[str, Sequence[str]], *, title: str, alt: str
-) -> None:
-    """A line per op and a box per column, in the colour of its dtype; an arrow marks a change."""
-    with _drawing(alt, (2.6 + 1.7 * len(columns), 0.29 * len(ops) + 0.9)) as axes:
-        for x, (name, dtypes) in enumerate(columns.items()):
-            axes.text(x + 0.5, 0.75, name, ha="center", va="center", fontweight="bold")
-            for y, dtype in enumerate(dtypes):
-                color, hatch = COLORS.get(dtype, "#666666"), None if dtype == "fp32" else ".."
-                axes.barh(-y, 0.94, left=x + 0.03, color=color, height=0.76, hatch=hatch)
-                white = {"color": "white", "fontweight": "bold", "bbox": {"color": color, "pad": 1}}
-                axes.text(x + 0.5, -y, dtype, ha="center", va="center", **white)
-        for y, (op, *dtypes) in enumerate(zip(ops, *columns.values(), strict=True)):
-            axes.text(-0.05, -y, op, ha="right", va="center")
-            if len({*dtypes}) > 1:
-                axes.text(len(columns) + 0.05, -y, "← differ", va="center")
-        limits = (-1.1, len(columns) + 0.6)
-        axes.set(title=title, xlim=limits, ylim=(-len(ops) + 0.4, 1.2), **BARE)
-
-
 def scale_history(
     scales: Sequence[float],
     skipped: Sequence[bool],

@@ -136,14 +136,12 @@ def adopt(notebooks: Path, values: Mapping[str, Any], **origin: str) -> list[str
     return publish(notebooks, measured)
 
 
-def publish(notebooks: Path, measured: dict[str, dict]) -> list[str]:
-    """Write measured.json, claims.md and claims.html; returns what contradicts its verdict."""
+def shown(notebooks: Path) -> dict[str, Any]:
+    """What the ledger shows, as Markdown and as a page: the values of the templates claims.*.j2."""
     ledger = read(notebooks)
-    known = {c.id: measured[c.id] for c in ledger.claims if c.measure and c.id in measured}
-    lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in known.items())
-    write_whole(notebooks / "measured.json", "{\n" + ",\n".join(lines) + "\n}\n")
+    values = ledger.measured.values()
     origins = [
-        (m, f"{e['date']}, torch {e['torch']}") for v in known.values() for m, e in v.items()
+        (m, f"{e['date']}, torch {e['torch']}") for value in values for m, e in value.items()
     ]
     cells = {
         (path.stem, tag): cell.id
@@ -152,20 +150,29 @@ def publish(notebooks: Path, measured: dict[str, dict]) -> list[str]:
         for tag in cell.tags
     }
     for claim in ledger.claims:
-        claim.measured = known.get(claim.id, {})
+        claim.measured = ledger.measured.get(claim.id, {})
         claim.shown = claim.standing(claim.measured)
         claim.anchor = f"#cell-id={cells.get((claim.lesson, claim.cell))}"
-    for name, templates in {"claims.html": pages.TEMPLATES, "claims.md": pages.MARKDOWN}.items():
-        text = templates.get_template(f"{name}.j2").render(
-            claims=[c for c in ledger.claims if c.verdict != "checked"],
-            checks=[c for c in ledger.claims if c.verdict == "checked"],
-            machines=list(dict.fromkeys(machine for machine, _ in origins)),
-            runs=list(dict.fromkeys(origins)),
-            sources=ledger.sources,
-            questions=ledger.questions,
-        )
-        write_whole(notebooks / name, text.strip() + "\n")
-    return [wrong for claim in ledger.claims if (wrong := claim.contradiction(claim.measured))]
+    return {
+        "claims": [c for c in ledger.claims if c.verdict != "checked"],
+        "checks": [c for c in ledger.claims if c.verdict == "checked"],
+        "machines": list(dict.fromkeys(machine for machine, _ in origins)),
+        "runs": list(dict.fromkeys(origins)),
+        "sources": ledger.sources,
+        "questions": ledger.questions,
+    }
+
+
+def publish(notebooks: Path, measured: dict[str, dict]) -> list[str]:
+    """Write measured.json and claims.md; returns what contradicts its verdict."""
+    known = {c.id: measured[c.id] for c in read(notebooks).claims if c.measure and c.id in measured}
+    lines = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in known.items())
+    write_whole(notebooks / "measured.json", "{\n" + ",\n".join(lines) + "\n}\n")
+    values = shown(notebooks)
+    text = pages.MARKDOWN.get_template("claims.md.j2").render(values)
+    write_whole(notebooks / "claims.md", text.strip() + "\n")
+    both = values["claims"] + values["checks"]
+    return [wrong for claim in both if (wrong := claim.contradiction(claim.measured))]
 
 
 @click.command(help="Measure the claims of LESSONs (all where none is given); write the ledger.")
@@ -184,6 +191,6 @@ def command(root: Path, lessons: tuple[str, ...], render: bool) -> int:
             click.echo(f"{lesson.stem}: {len(values)} of {len(here)} claims measured")
             failures += failed
     failures += publish(notebooks, read(notebooks).measured)
-    click.echo(f"{len(claims)} claims: see notebooks/claims.md and notebooks/claims.html.")
+    click.echo(f"{len(claims)} claims: see notebooks/claims.md.")
     click.echo("\n".join(failures), err=True, nl=bool(failures))
     return 1 if failures else 0

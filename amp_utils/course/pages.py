@@ -1,4 +1,5 @@
-"""Notebooks as HTML that needs no network: pictures inside, formulas as MathML, no script.
+"""Notebooks as HTML that needs no network: pictures inside, formulas as MathML, and no script but
+that of the figures to touch.
 
 nbconvert renders the cells; math-core replaces MathJax, which nbconvert would load from the web.
 """
@@ -6,7 +7,7 @@ nbconvert renders the cells; math-core replaces MathJax, which nbconvert would l
 import base64
 import mimetypes
 import re
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from pygments.formatters import HtmlFormatter
 from amp_utils.course import CourseError
 
 LATEX = LatexToMathML(fancy_error=False)
+# What may be wider than a phone can be scrolled with the keyboard; a group, not one landmark each.
+WIDE = '<div class="wide" tabindex="0" role="group" aria-label="{}">{}</div>'
 # Every page extends templates/base.html.j2, and Jinja escapes its values.
 TEMPLATES = Environment(
     loader=PackageLoader("amp_utils.course"),
@@ -29,7 +32,8 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-TEMPLATES.globals["highlighting"] = HtmlFormatter().get_style_defs(".highlight")
+for theme, style in (("light", "default"), ("dark", "github-dark")):
+    TEMPLATES.globals[f"{theme}_code"] = HtmlFormatter(style=style).get_style_defs(".highlight")
 MARKDOWN = TEMPLATES.overlay(autoescape=False)
 
 
@@ -42,6 +46,11 @@ def mathml(latex: str, display: bool = False) -> str:
         raise CourseError(f"The formula ${latex}$ cannot be shown offline: {reason}") from None
 
 
+def as_page(url: str) -> str:
+    """Where a link leads in the handout: to the page of a lesson or of the ledger, if it can."""
+    return url if "://" in url else re.sub(r"\.ipynb(?=#|$)|(?<=^claims)\.md", ".html", url)
+
+
 class Renderer(IPythonRenderer):
     """nbconvert's Markdown with pictures and formulas inside.
 
@@ -52,15 +61,17 @@ class Renderer(IPythonRenderer):
         super().__init__(escape=False, exclude_anchor_links=not anchors)
         self.folder, self.beside, self.anchors = folder, beside, anchors
 
-    inline_math, block_math = staticmethod(mathml), staticmethod(partial(mathml, display=True))
+    inline_math = staticmethod(mathml)
+
+    def block_math(self, latex: str) -> str:
+        return WIDE.format("formula", mathml(latex, display=True))
 
     def latex_environment(self, name: str, body: str) -> str:
-        return mathml(rf"\begin{{{name}}}{body}\end{{{name}}}", display=True)
+        return self.block_math(rf"\begin{{{name}}}{body}\end{{{name}}}")
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
         kept = "://" in url or (self.anchors if url.startswith("#") else self.beside)
-        url = url if "://" in url else re.sub(r"\.ipynb(?=#|$)", ".html", url)
-        return super().link(text, url, title) if kept else text
+        return super().link(text, as_page(url), title) if kept else text
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
         path, kind = self.folder / url, mimetypes.guess_type(url)[0] or ""

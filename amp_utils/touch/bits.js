@@ -6,6 +6,7 @@ const STYLE = `
 .bits button { font: 15px ui-monospace, monospace; width: 26px; height: 34px; padding: 0;
   margin: 0 2px 2px 0; border: 0; border-radius: 3px; }
 .bits button { color: var(--ink); background: color-mix(in srgb, var(--field) 25%, var(--paper)); }
+.bits button::before { content: attr(data-digit); }
 .bits button[aria-pressed=true] { color: #000; background: var(--field); font-weight: 700; }
 .sign { --field: #e69f00; } .exponent { --field: #56b4e9; } .mantissa { --field: #d9d9d9; }
 mark { color: #000; background: var(--field); border-radius: 3px; padding: 1px 4px; }
@@ -125,7 +126,7 @@ function figure(stage, {formats, chosen, value}) {
       key.disabled = to === bits;
     }
     keys.forEach((key, i) => {
-      key.textContent = digit(i);
+      key.dataset.digit = digit(i); // shown by the style: its name and aria-pressed say the same
       key.setAttribute("aria-pressed", String(digit(i) === 1));
       key.tabIndex = i === at ? 0 : -1;
     });

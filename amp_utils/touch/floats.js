@@ -15,7 +15,7 @@ function fields(f, bits) {
 function decode(f, bits) {
   const [sign, exponent, mantissa] = fields(f, bits);
   let value = ((exponent > 0) * 2 ** f.m + mantissa) * 2 ** (Math.max(exponent, 1) - bias(f) - f.m);
-  if (bits % signBit(f) > largest(f)) value = mantissa || f.finite ? NaN : Infinity;
+  if (bits % signBit(f) > largest(f)) value = mantissa ? NaN : Infinity;
   return sign ? -value : value;
 }
 

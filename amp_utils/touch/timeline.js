@@ -114,7 +114,9 @@ function figure(stage, {init, messages}) {
         : call === "zero_grad" ? ["None"] : bars(members, short(grad));
       cells[call + batch].replaceChildren(...inside);
     }
-    for (const [j, th] of head.entries()) th.style.opacity = j > last.batch ? .35 : 1;
+    for (const [j, th] of head.entries()) {
+      th.style.textDecoration = j > last.batch ? "line-through" : "";
+    }
     stage.say(verdict(rows, messages));
   };
 }

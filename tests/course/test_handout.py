@@ -2,8 +2,10 @@
 
 import ast
 import hashlib
+import json
 import re
 import shutil
+import unicodedata
 from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -12,6 +14,7 @@ import nbformat
 import pytest
 from bs4 import BeautifulSoup
 from filelock import FileLock
+from support.browser import browser, visit  # noqa: F401
 
 from amp_utils.course import CourseError, handout, notebook, pages
 from amp_utils.course.__main__ import main
@@ -29,6 +32,7 @@ def complaints(folder: Path) -> list[str]:
     for path in sorted(folder.rglob("*.html")):
         page = BeautifulSoup(path.read_text("utf-8"), "html.parser")
         loaded = [url for url in loads(page) if not url.startswith("data:")]
+        loaded = [url for url in loaded if not is_search(path, url)]
         links = [tag["href"] for tag in page("a", href=True)]
         found += [f"{path.name} loads {url}" for url in loaded]
         found += [f"{path.name} links to {url}" for url in links if not leads_somewhere(path, url)]
@@ -41,6 +45,15 @@ def complaints(folder: Path) -> list[str]:
         name = f"{path.parent.name}/{path.name}"
         found += [f"{name} links to {url}" for url in links if not leads_somewhere(path, url)]
     return found
+
+
+def is_search(page: Path, url: str) -> bool:
+    """Whether this is the one file that pages load, with no address of the web in its code."""
+    script = page.parent / url
+    if script.name != "book.js" or not script.is_file():
+        return False
+    first, code = script.read_text("utf-8").split("\n", 1)
+    return first.startswith("const places = [") and not re.search("https?:|import|fetch", code)
 
 
 def loads(page):
@@ -161,12 +174,49 @@ def test_nothing_is_loaded_and_every_link_leads_somewhere(built):
     assert complaints(built) == []
 
 
+def read(page: Path) -> BeautifulSoup:
+    return BeautifulSoup(page.read_text("utf-8"), "html.parser")
+
+
 def test_every_lesson_is_there_three_times_and_in_the_index(built, lessons):
-    index = BeautifulSoup((built / "index.html").read_text("utf-8"), "html.parser")
-    links = {tag["href"] for tag in index("a")}
+    links = {tag["href"] for tag in read(built / "index.html").main("a")}
     expected = {f"pages/{path.stem}.html" for path in lessons}
     expected |= {f"{kind}/{path.name}" for path in lessons for kind in ("students", "solutions")}
     assert links == expected and all((built / name).is_file() for name in expected)
+
+
+def test_every_page_has_the_contents_with_its_own_headings(built, lessons):
+    for path in lessons:
+        page = read(built / "pages" / f"{path.stem}.html")
+        links = [tag["href"] for tag in page.nav("a")]
+        assert {f"{other.stem}.html" for other in lessons} <= set(links)
+        (current,) = page.nav("a", {"aria-current": "page"})
+        assert current["href"] == f"{path.stem}.html"
+        own = [tag["href"].removeprefix("#") for tag in current.parent.ul("a")]
+        assert own == [tag["id"] for tag in page.main("h2")] != []
+        ids = [tag["id"] for tag in page(id=True)]
+        assert len(ids) == len(set(ids)), path.name
+
+
+def test_the_search_knows_every_heading_and_no_answer(built, lessons):
+    text = (built / "pages" / "book.js").read_text("utf-8").split("\n", 1)[0]
+    places = json.loads(text.removeprefix("const places = ").removesuffix(";"))
+    for path in lessons:
+        page = read(built / "pages" / f"{path.stem}.html")
+        ours = [place for place in places if place["page"] == f"{path.stem}.html"]
+        folded = {tag["id"] for fold in page("details") for tag in fold(["h1", "h2", "h3"])}
+        shown = [tag["id"] for tag in page.main(["h1", "h2", "h3"]) if tag["id"] not in folded]
+        assert [place["id"] for place in ours] == shown, path.name
+        said = " ".join(place["text"] for place in ours)
+        cells = nbformat.read(path, 4).cells
+        for cell in cells:
+            if has(cell, "solution"):
+                assert " ".join(cell.source.split()) not in said, path.name
+            elif cell.cell_type == "code":
+                code = unicodedata.normalize("NFKC", " ".join(cell.source.split()))
+                assert code in said, path.name
+        answers = [tag.get_text() for tag in page("details", class_=None) if tag.p]
+        assert answers and all(" ".join(answer.split()) not in said for answer in answers)
 
 
 def test_pages_have_no_script_but_figures_to_touch_and_hold_their_pictures_and_formulas(
@@ -184,7 +234,9 @@ def test_pages_have_no_script_but_figures_to_touch_and_hold_their_pictures_and_f
             '<div class="touch"' in out.get("data", {}).get("text/html", "") for out in outputs
         )
         formulas = re.findall(r"\$\$.+?\$\$|\$[^$\n]+\$", markdown(path), re.S)
-        assert len(page("script")) == len(page.select(".touch + script")) == touched, path.name
+        *scripts, search = page("script")
+        assert len(scripts) == len(page.select(".touch + script")) == touched, path.name
+        assert search.attrs == {"src": "book.js"} and not search.string, path.name
         assert len(page("main")) == 1, path.name
         assert len(page("img", src=re.compile("^data:image/"))) == pictures + touched, path.name
         assert len(page("math")) == len(formulas), path.name
@@ -245,6 +297,7 @@ def binds(node):
 
 BROKEN = {
     '<script src="https://cdn.example/x.js"></script>': "loads https://cdn.example/x.js",
+    '<script src="book.js"></script>': "loads book.js",
     '<script>import("https://cdn.example/x.mjs")</script>': "loads https://cdn.example/x.mjs",
     '<link rel="stylesheet" href="style.css">': "loads style.css",
     '<img src="../imgs/amp_step.svg">': "loads ../imgs/amp_step.svg",
@@ -361,3 +414,87 @@ def test_a_formula_keeps_its_characters():
     assert 'display="block"' in pages.mathml("x", display=True)
     with pytest.raises(CourseError, match=r"^The formula \$\\nosuch\$ cannot be shown offline"):
         pages.mathml(r"\nosuch")
+
+
+# --- in a browser, from the disk
+
+in_a_browser = pytest.mark.parametrize(
+    "course", [pytest.param("the course", marks=pytest.mark.full)], indirect=True
+)
+
+
+@in_a_browser
+def test_the_search_finds_the_lesson_first(built, visit):  # noqa: F811
+    page = visit(built / "index.html")
+    box, first = page.get_by_role("searchbox"), page.locator("#found a").first
+    for words, lesson in {
+        "subnormal": "1 · Float formats",
+        "unscale_ clip": "7 · Clipping unscaled gradients",
+        "Kahan": "1 · Float formats",
+        "checkpoint": "11 · Checkpoints and inference",
+    }.items():
+        box.fill(words)
+        assert first.inner_text().startswith(lesson), words
+    box.fill("zzzz")
+    assert (
+        page.get_by_role("status").inner_text() == "0 sections"
+        and not page.locator("#found a").all()
+    )
+    box.fill("checkpoint")
+    box.press("Enter")
+    page.wait_for_url("**/pages/11_checkpoint_and_inference.html#*")
+    page.get_by_role("searchbox").fill("GradScaler")
+    assert not page.get_by_role("main").is_visible()
+    page.get_by_role("searchbox").fill("")
+    assert page.get_by_role("main").is_visible()
+
+
+@in_a_browser
+def test_without_a_script_all_but_the_search_is_there(built, visit):  # noqa: F811
+    page = visit(built / "pages" / "06_grad_scaler.html", java_script_enabled=False)
+    assert not page.get_by_role("searchbox").is_visible()
+    page.get_by_role("navigation").get_by_role("link", name="The flight recorder").click()
+    assert page.url.endswith("#The-flight-recorder")
+    page.get_by_role("navigation").get_by_role("link", name="7 · Clipping").click()
+    assert page.get_by_role("heading", level=1).inner_text().startswith("7 · Clipping")
+
+
+WCAG = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
+LOOKS = [
+    {"color_scheme": scheme, "viewport": {"width": width, "height": 800}}
+    for scheme, width in (("light", 1200), ("dark", 360))
+]
+
+
+def violations(page) -> str:
+    from axe_playwright_python.sync_playwright import Axe
+
+    return Axe().run(page, options=WCAG).generate_snapshot()
+
+
+@in_a_browser
+@pytest.mark.parametrize("look", LOOKS, ids=["light", "dark"])
+def test_pages_are_accessible_and_fit_the_window(built, visit, look):  # noqa: F811
+    for name in ("index.html", "pages/06_grad_scaler.html", "pages/claims.html"):
+        page = visit(built / name, **look)
+        page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
+        assert violations(page) == "", name
+        width = page.evaluate("document.documentElement.scrollWidth")
+        assert width == look["viewport"]["width"], f"{name} is wider than the window"
+    page.evaluate(
+        "document.querySelector('p').style.color = document.body.style.background = '#888'"
+    )
+    assert violations(page).startswith("color-contrast"), "axe sees what is wrong"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_slides_are_accessible(tmp_path, visit, scheme):  # noqa: F811
+    copy_course(tmp_path, TWO)
+    assert main(["--root", str(tmp_path), "slides", "06", "--no-browser"]) == 0
+    page = visit(tmp_path / "build" / "slides" / "06_grad_scaler.html", color_scheme=scheme)
+    places = page.evaluate("Reveal.getSlides().map(slide => Reveal.getIndices(slide))")
+    assert len(places) > 15
+    for place in places:
+        page.evaluate("({h, v}) => Reveal.slide(h, v, 99)", place)
+        assert violations(page) == "", place

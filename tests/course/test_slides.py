@@ -116,7 +116,8 @@ def test_a_presentation_is_one_file_that_loads_nothing(tmp_path, monkeypatch, ca
     found = [len(column.find_all("section", recursive=False)) or 1 for column in columns]
     assert found == [len(column) for column in slides.stacks(nbformat.read(LESSON, 4))]
     assert page.title.string == outline.card(notebook.cells(LESSON), LESSON.name).title
-    reveal, start = page("script", src=False)
+    *figures, reveal, start = page("script", src=False)
+    assert len(figures) == len(page.select(".touch + script")) > 0
     assert len(reveal.string) > 50_000 and "Reveal.initialize(" in start.string
     loaded = [tag[name] for tag in page(True) for name in ("src", "data-src") if tag.get(name)]
     loaded += [tag["href"] for tag in page("link")]

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from torch import nn
 from torch.nn import functional as F
 
-from amp_utils import doctor
+from amp_utils import doctor, watcher
 from amp_utils.course import notebook
 from amp_utils.lesson import ParameterError
 from amp_utils.scaler import FlightRecorder, LossScaler
@@ -584,6 +584,16 @@ def test_a_convolution_that_calls_another_counts_once():
     seen.watch(lambda: net(torch.randn(1, 8, 8, 8)), 1)
     products = [op for (*_, name, _), op in seen.ops.items() if "conv" in name]
     assert seen.seconds[0]["products"] == sum(op["calls"] for op in products) == 1
+
+
+def test_attention_takes_no_part_in_the_race_as_a_gpus_kernels_refuse_float32(monkeypatch):
+    net, x = nn.Linear(8, 8), torch.randn(1, 2, 64, 8)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    monkeypatch.setitem(watcher.flop_registry, kernel, lambda *_, **__: 30_000_000)
+    seen = doctor.Watcher(net, doctor.Saved(net))
+    seen.watch(lambda: F.scaled_dot_product_attention(net(x), x, x), 1)
+    assert 30_000_000 in [op["flops"] for op in seen.ops.values()]
+    assert seen.sample[0] == 2 * 128 * 8 * 8
 
 
 def test_the_scale_found_saves_the_gradients():

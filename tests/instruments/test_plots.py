@@ -100,14 +100,6 @@ def test_the_number_line_has_a_stroke_for_each_number(drawn):
     assert [t.get_text() for t in axes.get_xticklabels()] == ["1", "2", "4"]
 
 
-def test_the_strip_names_each_op_and_dtype_and_marks_what_differs(drawn):
-    columns = {"CPU": ["bf16", "bf16"], "CUDA": ["bf16", "fp32"]}
-    plots.dtype_strip(["linear", "softmax"], columns, title="t", alt="a")
-    texts = {t.get_text(): t.get_position()[1] for t in drawn[0][0].axes[0].texts}
-    assert {"linear", "softmax", "CPU", "CUDA", "bf16", "fp32"} < set(texts)
-    assert texts["← differ"] == texts["softmax"]
-
-
 def test_the_scale_history_marks_skipped_steps_and_draws_errors_beneath(drawn):
     skipped, errors = [False, True, False], {"one": [3.0, 2.0, 1.0], "two": [3.0, 3.0, 3.0]}
     plots.scale_history([4.0, 4.0, 2.0], skipped, errors, title="t", alt="a")

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,11 +17,15 @@ def browser() -> Iterator:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("needs a browser: apt-get install chromium")
-    root = hasattr(os, "geteuid") and os.geteuid() == 0  # whom Chromium refuses its sandbox
+    arguments = ["--disable-dev-shm-usage"]  # a container's /dev/shm may be small
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        arguments.append("--no-sandbox")  # Chromium refuses its sandbox to root
     with sync_api.sync_playwright() as playwright:
-        yield playwright.chromium.launch(
-            executable_path=path, args=["--no-sandbox"] if root else []
-        )
+        try:
+            browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        except sync_api.Error as error:
+            pytest.skip(f"needs a browser that starts: {str(error).splitlines()[0]}")
+        yield browser
 
 
 @pytest.fixture
@@ -49,3 +54,22 @@ def opened(browser) -> Iterator[Callable]:
     for context in contexts:
         context.close()
     assert not wrong, "; ".join(wrong)
+
+
+@pytest.fixture
+def visit(browser) -> Iterator[Callable]:
+    """`visit(path, **options)`: a file in a window of its own; options and failures as `opened`."""
+    contexts, wrong = [], []
+
+    def open_file(path: Path, **options):
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.on("request", lambda request: wrong.append(request.url))
+        page.on("pageerror", lambda error: wrong.append(f"a script failed: {error}"))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_file
+    for context in contexts:
+        context.close()
+    assert not [text for text in wrong if not text.startswith(("file:", "data:"))]

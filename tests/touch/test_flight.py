@@ -56,7 +56,7 @@ def test_a_drawing_is_compared_with_the_flight_by_keyboard_alone(opened):
     page = opened(html(flight))
     said, step = page.get_by_role("status"), page.get_by_role("slider", name="step", exact=True)
     mine, fly = (
-        page.get_by_role("slider", name="your scale"),
+        page.get_by_role("slider", name="your scale from here"),
         page.get_by_role("button", name="Fly"),
     )
     fly.press("Enter")
@@ -83,7 +83,7 @@ def test_a_flight_can_die_and_a_pointer_draws(opened):
     plane = page.locator(".picture").bounding_box()
     page.mouse.click(plane["x"] + plane["width"] - 3, plane["y"] + 20)
     assert page.get_by_role("slider", name="step", exact=True).input_value() == "60"
-    assert page.get_by_role("slider", name="your scale").input_value() != "-60"
+    assert page.get_by_role("slider", name="your scale from here").input_value() != "-60"
 
 
 def test_the_drawing_that_stands_still_tells_of_the_same_flight():
