@@ -73,3 +73,11 @@ def visit(browser) -> Iterator[Callable]:
     for context in contexts:
         context.close()
     assert not [text for text in wrong if not text.startswith(("file:", "data:"))]
+
+
+def violations(page, part: str | None = None) -> str:
+    """What axe finds on a page, or in a part of it, against WCAG 2.2 AA: a line each, or ""."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    rules = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+    return Axe().run(page, context=part, options={"runOnly": rules}).generate_snapshot()

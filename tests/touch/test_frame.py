@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.browser import violations
 from support.figures import EXAMPLES, html
 
 from amp_utils import touch
@@ -100,3 +101,12 @@ def test_two_copies_side_by_side_are_independent(opened, name):
     page.keyboard.press("ArrowRight" if control.evaluate("n => n.type === 'range'") else "Enter")
     assert second.get_by_role("status").inner_text() == before[1]
     assert first.get_by_role("status").inner_text() != before[1], "nothing happened"
+
+
+@full
+@every_figure
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_figure_is_accessible(opened, name, scheme):
+    page = opened(html(EXAMPLES[name]), color_scheme=scheme)
+    page.get_by_role("status").wait_for()
+    assert violations(page, ".touch") == ""
