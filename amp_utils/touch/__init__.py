@@ -12,8 +12,9 @@ Without JavaScript, or where JupyterLab does not trust the notebook, the still d
 from amp_utils.touch.bits import bits
 from amp_utils.touch.flight import flight
 from amp_utils.touch.flow import flow
+from amp_utils.touch.ladder import ladder
 from amp_utils.touch.loss_scale import loss_scale
 from amp_utils.touch.timeline import timeline
 from amp_utils.touch.updates import updates
 
-__all__ = ["bits", "flight", "flow", "loss_scale", "timeline", "updates"]
+__all__ = ["bits", "flight", "flow", "ladder", "loss_scale", "timeline", "updates"]

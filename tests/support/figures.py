@@ -14,6 +14,10 @@ def loss_scale() -> None:
     touch.loss_scale(values, {0: 0 * wave, 16: wave, 40: wave * torch.nan})
 
 
+def ladder() -> None:
+    touch.ladder(torch.randn(64))
+
+
 def flight() -> None:
     touch.flight(2.0**32, 8, 2.0**36, steps=60)
 
@@ -36,9 +40,11 @@ def updates() -> None:
 
 
 # One for each figure; test_frame.py runs the promises that all figures share over them.
-EXAMPLES = {
-    example.__name__: example for example in (bits, flight, flow, loss_scale, timeline, updates)
-}
+FIGURES = (bits, flight, flow, ladder, loss_scale, timeline, updates)
+EXAMPLES = {example.__name__: example for example in FIGURES}
+
+# What changes a control that has the focus; a button takes Enter.
+KEYS = {"range": "ArrowRight", "select-one": "ArrowDown"}
 
 
 def html(example: Callable[[], None]) -> str:

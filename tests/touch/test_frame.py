@@ -3,11 +3,15 @@
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbformat.v4 import new_code_cell, new_notebook, new_output
 from support.browser import violations
-from support.figures import EXAMPLES, html
+from support.figures import EXAMPLES, KEYS, html
 
 from amp_utils import touch
+from amp_utils.course import notebook, pages
+from amp_utils.touch import frame
 
 full = pytest.mark.full
 every_figure = pytest.mark.parametrize("name", EXAMPLES)
@@ -93,12 +97,12 @@ def test_the_keyboard_reaches_every_control_and_the_focus_is_seen(opened, name):
 @every_figure
 def test_two_copies_side_by_side_are_independent(opened, name):
     figure = html(EXAMPLES[name])
-    page = opened(f"<div>{figure}</div><div>{figure}</div>")
+    page = opened(figure + figure)
     first, second = page.locator(".touch").all()
     before = second.inner_text(), first.get_by_role("status").inner_text()
     control = first.locator("input, select, button").first
     control.focus()
-    page.keyboard.press("ArrowRight" if control.evaluate("n => n.type === 'range'") else "Enter")
+    page.keyboard.press(KEYS.get(control.evaluate("node => node.type"), "Enter"))
     assert second.get_by_role("status").inner_text() == before[1]
     assert first.get_by_role("status").inner_text() != before[1], "nothing happened"
 
@@ -110,3 +114,37 @@ def test_a_figure_is_accessible(opened, name, scheme):
     page = opened(html(EXAMPLES[name]), color_scheme=scheme)
     page.get_by_role("status").wait_for()
     assert violations(page, ".touch") == ""
+
+
+@full
+def test_every_figure_lives_in_an_offline_page(opened):
+    """nbconvert keeps the scripts; in a folded output a figure is drawn when it is unfolded."""
+    shown = {name: {"text/html": html(example)} for name, example in EXAMPLES.items()}
+    cells = [
+        new_code_cell(name, outputs=[new_output("display_data", data)])
+        for name, data in shown.items()
+    ]
+    cells[0].metadata["jupyter"] = {"outputs_hidden": True}
+    body = pages.cells(new_notebook(cells=cells), Path(), True)
+    page = opened(pages.page("lesson.html.j2", title="figures", body=body))
+    page.locator("details.answer summary").click()
+    for name, figure in zip(EXAMPLES, page.locator(".touch").all(), strict=True):
+        figure.locator(".picture > :not(style)").first.wait_for()
+        size = figure.locator(".picture").bounding_box()
+        assert size["width"] > 200 and size["height"] > 50, name
+
+
+def test_the_figures_in_the_lessons_are_made_from_the_files_as_they_are():
+    """Also where nbval compares nothing, as what was measured differs by machine."""
+    found = set()
+    for path in notebook.lessons(Path(__file__).parents[2] / "notebooks"):
+        for cell in nbformat.read(path, 4).cells:
+            called = re.findall(r"^touch\.(\w+)\(", cell.source, re.M)
+            for name in called if cell.cell_type == "code" else ():
+                saved = "".join(
+                    output.get("data", {}).get("text/html", "") for output in cell.outputs
+                )
+                made_from = [frame._source(f"{part}.js") for part in ("frame", name)]
+                assert all(source in saved for source in made_from), f"make save NB={path.stem[:2]}"
+                found.add(name)
+    assert found == set(EXAMPLES)
