@@ -18,13 +18,12 @@ import zipfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.processes import wait_for
+from support.processes import answers, wait_for
 
 from amp_utils.course import bootstrap, notebook
 
@@ -178,12 +177,6 @@ def test_lab_opens_copies_unless_an_author_edits():
 
     assert options() == options("EDIT=no", "BROWSER=yes") == []
     assert options("EDIT=yes", "BROWSER=no") == ["--no-browser", "--edit"]
-
-
-def answers(address: str) -> bool:
-    url = urlsplit(address)
-    with socket.socket() as caller:
-        return caller.connect_ex((url.hostname, url.port)) == 0
 
 
 @pytest.mark.full

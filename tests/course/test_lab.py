@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from nbformat import NO_CONVERT, read
 from nbformat.sign import NotebookNotary
 from nbformat.v4 import new_code_cell, new_notebook, new_output, writes
 
-from amp_utils.course import lab
+from amp_utils.course import ROOT, lab, notebook
 from amp_utils.course.__main__ import main
 
 LESSONS = ("05_gradient_underflow", "06_grad_scaler", "A2_modules")
@@ -179,6 +180,22 @@ def test_a_damaged_original_is_a_sentence(course, monkeypatch, capsys):
     (course / "notebooks" / SECOND).write_text("<<<<<<< HEAD")
     assert main(["--root", str(course), "lab"]) == 1
     assert capsys.readouterr().err.endswith(f"{SECOND} is damaged or not a notebook.\n")
+
+
+def test_whatever_a_lesson_links_to_or_runs_is_there_beside_its_copy(tmp_path, monkeypatch):
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path))
+    for name in ("notebooks", "imgs", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "learn").mkdir()
+    lab.follow(tmp_path)
+    copies = notebook.lessons(tmp_path / "learn")
+    assert len(copies) == len(notebook.lessons(tmp_path / "notebooks"))
+    for copy in copies:
+        text = "\n".join(cell.source for cell in notebook.cells(copy))
+        named = re.findall(r"\]\(([\w./]+\.(?:ipynb|md|html|svg))[#)]|\"(\w+\.py)\"", text)
+        assert named
+        for target in filter(None, itertools.chain(*named)):
+            assert (copy.parent / target).is_file(), f"{copy.name}: {target}"
 
 
 # --- killed at any moment

@@ -3,16 +3,16 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 from support.browser import browser  # noqa: F401
-from support.processes import LIMIT, wait_for
+from support.processes import LIMIT, answers, wait_for
+
+from amp_utils.course import lab
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.full
@@ -34,17 +34,15 @@ def address(course) -> Iterator[str]:
     command = [sys.executable, "-m", "amp_utils.course", "--root", course, "lab", "--no-browser"]
     with (course / "said").open("w") as out:
         pipes = {"stdout": out, "stderr": out, "start_new_session": True}
-        lab = subprocess.Popen(command, cwd=course, env=os.environ | own, **pipes)
+        opened = subprocess.Popen(command, cwd=course, env=os.environ | own, **pipes)
     try:
-        wait_for(lambda: "token=" in (course / "said").read_text() or lab.poll() is not None)
-        found = re.search(r"http://127\S+token=\w+", (course / "said").read_text()).group()
-        url = urlsplit(found)
-        with socket.socket() as caller:
-            wait_for(lambda: caller.connect_ex((url.hostname, url.port)) == 0)
+        said = r"http://127\S+token=\w{32,}"
+        found = wait_for(lambda: re.search(said, (course / "said").read_text())).group()
+        wait_for(lambda: answers(found))
         yield found
     finally:
-        os.killpg(lab.pid, signal.SIGTERM)
-        lab.wait(LIMIT)
+        os.killpg(opened.pid, signal.SIGTERM)
+        opened.wait(LIMIT)
 
 
 class Reader:
@@ -81,9 +79,9 @@ class Reader:
         """Click on a link."""
         self.page.get_by_role("link", name=link).first.click()
 
-    def presses(self, key: str, control: str) -> None:
+    def presses(self, key: str, role: str, name: str) -> None:
         """Press a key on a control of a figure to touch."""
-        self.page.get_by_role("slider", name=control).locator("visible=true").first.press(key)
+        self.page.get_by_role(role, name=name).locator("visible=true").first.press(key)
 
     def writes(self, text: str, *lines: str) -> None:
         """Put lines in the place of all that stands in the cell with this text."""
@@ -140,7 +138,7 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     reader.reads_below("def check_autocast_dtype", "✓ correct")
 
     reader.follows("5 · Gradient underflow")  # its figure is trusted, and alive before any cell ran
-    reader.presses("ArrowRight", "loss scale")
+    reader.presses("ArrowRight", "slider", "loss scale")
     reader.sees("Loss scale 2¹: of")
 
     reader.follows("6 · The GradScaler")
@@ -150,6 +148,10 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     reader.runs_all()
     reader.reads_below("lesson.predict(guess_weight", "✗ you predicted 1.5; measured: 1.7")
     reader.reads_below("lesson.predict(guess_scale", "✓ as you predicted: 256")
+    reader.reads_below("touch.flight(init_scale", "Your staircase (orange) begins at")
+    reader.presses("PageDown", "slider", "ceiling")
+    reader.presses("Enter", "button", "Fly")
+    reader.sees("The scaler (blue) skipped")
     reader.reads_below("def check_guarded_update", "✎ not attempted yet")
 
     command = [sys.executable, "-m", "amp_utils.course", "--root", course, "progress"]
@@ -160,3 +162,14 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     assert "learn/00_start_here.ipynb: How much of its first error is left" in table
     assert "learn/06_grad_scaler.ipynb: `unscale_` has divided the gradient" in table
     assert table.endswith("Next: learn/00_start_here.ipynb\n")
+
+
+def test_opening_and_saving_a_lesson_is_no_touch(browser, address, course):  # noqa: F811
+    name = "05_gradient_underflow.ipynb"
+    copy, original = course / "learn" / name, ROOT / "notebooks" / name
+    page = browser.new_page()
+    page.goto(address.replace("00_start_here.ipynb", name))
+    page.get_by_text("| Idle").wait_for(timeout=LIMIT * 1000)
+    page.keyboard.press("ControlOrMeta+s")
+    wait_for(lambda: copy.read_bytes() != original.read_bytes())  # JupyterLab's own metadata
+    wait_for(lambda: lab.fingerprint(copy.read_bytes()) == lab.fingerprint(original.read_bytes()))

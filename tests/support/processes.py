@@ -6,10 +6,12 @@ needs: it only keeps a bug from hanging the whole run.
 
 import contextlib
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -34,6 +36,13 @@ def wait_for_text(path: Path) -> str:
 def wait_for_number(path: Path) -> int:
     """`wait_for_text` as a whole number, such as a process id."""
     return int(wait_for_text(path))
+
+
+def answers(address: str) -> bool:
+    """Whether somebody listens there. Jupyter prints its address before it does."""
+    url = urlsplit(address)
+    with socket.socket() as caller:
+        return caller.connect_ex((url.hostname, url.port)) == 0
 
 
 def runs(process_id: int) -> bool:
