@@ -14,7 +14,7 @@ import nbformat
 import pytest
 from bs4 import BeautifulSoup
 from filelock import FileLock
-from support.browser import browser, visit  # noqa: F401
+from support.browser import browser, violations, visit  # noqa: F401
 
 from amp_utils.course import CourseError, handout, notebook, pages
 from amp_utils.course.__main__ import main
@@ -459,17 +459,10 @@ def test_without_a_script_all_but_the_search_is_there(built, visit):  # noqa: F8
     assert page.get_by_role("heading", level=1).inner_text().startswith("7 · Clipping")
 
 
-WCAG = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
 LOOKS = [
     {"color_scheme": scheme, "viewport": {"width": width, "height": 800}}
     for scheme, width in (("light", 1200), ("dark", 360))
 ]
-
-
-def violations(page) -> str:
-    from axe_playwright_python.sync_playwright import Axe
-
-    return Axe().run(page, options=WCAG).generate_snapshot()
 
 
 @in_a_browser

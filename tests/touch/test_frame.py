@@ -6,6 +6,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
+from support.browser import violations
 from support.figures import EXAMPLES, KEYS, html
 
 from amp_utils import touch
@@ -104,6 +105,15 @@ def test_two_copies_side_by_side_are_independent(opened, name):
     page.keyboard.press(KEYS.get(control.evaluate("node => node.type"), "Enter"))
     assert second.get_by_role("status").inner_text() == before[1]
     assert first.get_by_role("status").inner_text() != before[1], "nothing happened"
+
+
+@full
+@every_figure
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_figure_is_accessible(opened, name, scheme):
+    page = opened(html(EXAMPLES[name]), color_scheme=scheme)
+    page.get_by_role("status").wait_for()
+    assert violations(page, ".touch") == ""
 
 
 @full
