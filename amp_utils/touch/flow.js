@@ -55,7 +55,7 @@ function figure(stage, data) {
     parts.off = button("off", () => {
       off = off.includes(i) ? off.filter(j => j !== i) : [...off, i];
       stage.redraw();
-    }, {...look, "aria-label": `enabled=False for ${label}`,
+    }, {...look, "aria-label": `off: enabled=False for ${label}`,
       style: "min-width:2.6rem;padding:0 .3rem"});
     parts.line = make("div", {role: "group", "aria-label": `${i + 1}: ${label}`,
       style: `display:flex;gap:5px;align-items:center;height:${row}px`},

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.browser import browser, opened  # noqa: F401
+from support.browser import browser, opened, visit  # noqa: F401
 
 from amp_utils import touch
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
+from support.browser import violations
 from support.figures import EXAMPLES, KEYS, html
 
 from amp_utils import touch
-from amp_utils.course import notebook, pages
+from amp_utils.course import notebook, pages, slides
 from amp_utils.touch import frame
 
 full = pytest.mark.full
@@ -107,6 +108,15 @@ def test_two_copies_side_by_side_are_independent(opened, name):
 
 
 @full
+@every_figure
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_figure_is_accessible(opened, name, scheme):
+    page = opened(html(EXAMPLES[name]), color_scheme=scheme)
+    page.get_by_role("status").wait_for()
+    assert violations(page, ".touch") == ""
+
+
+@full
 def test_every_figure_lives_in_an_offline_page(opened):
     """nbconvert keeps the scripts; in a folded output a figure is drawn when it is unfolded."""
     shown = {name: {"text/html": html(example)} for name, example in EXAMPLES.items()}
@@ -122,6 +132,22 @@ def test_every_figure_lives_in_an_offline_page(opened):
         figure.locator(".picture > :not(style)").first.wait_for()
         size = figure.locator(".picture").bounding_box()
         assert size["width"] > 200 and size["height"] > 50, name
+
+
+@full
+def test_in_a_slide_a_figure_keeps_its_keys_and_without_focus_they_turn_slides(visit, tmp_path):
+    figure = f"<div>{html(EXAMPLES['loss_scale'])}</div>"
+    columns = [[figure], ["next"]]
+    deck = pages.page("slides.html.j2", title="t", columns=columns, reveal=slides.REVEAL)
+    (tmp_path / "deck.html").write_text(deck, "utf-8")
+    page = visit(tmp_path / "deck.html")
+    slider = page.get_by_role("slider")
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    assert slider.input_value() == "1" and page.evaluate("Reveal.getIndices().h") == 0
+    slider.blur()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("Reveal.getIndices().h") == 1
 
 
 def test_the_figures_in_the_lessons_are_made_from_the_files_as_they_are():

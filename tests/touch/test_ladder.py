@@ -12,12 +12,12 @@ from amp_utils.blocks import KINDS, round_scaled
 figure = import_module("amp_utils.touch.ladder")
 
 
-def vectors() -> list[torch.Tensor]:
-    """64 values each: normal, over 40 powers of two, at the borders, and with blocks of zeros."""
-    normal, spread = torch.randn(64).double(), torch.randn(64).double()
-    spread *= 2.0 ** torch.randint(-20, 20, (64,))
-    borders = 2.0 ** torch.arange(-32, 32).double() * torch.tensor([1.0, 1.75, 1.5, 1.25] * 16)
-    return [normal, spread, borders, normal * (torch.arange(64) > 20), spread.float().double()]
+def vectors(fmt) -> list[torch.Tensor]:
+    """64 values each: normal, over 40 powers of two, with exact scales, with a block of zeros."""
+    normal = torch.randn(64).double()
+    spread = torch.randn(64).float().double() * 2.0 ** torch.randint(-20, 20, (64,))
+    exact = fmt.max * 2.0 ** torch.arange(-40, 24).double()
+    return [normal, spread, exact, exact * (1 + 2**-40), normal * (torch.arange(64) > 20)]
 
 
 def numbers(run, given: list) -> list[float]:
@@ -29,7 +29,7 @@ def numbers(run, given: list) -> list[float]:
 @each("name", figure.FORMATS)
 def test_every_scale_and_block_gives_what_python_gives(arithmetic, name):
     run, fmt = arithmetic("floats", "ladder"), figure.FORMATS[name]
-    for vector in vectors():
+    for vector in vectors(fmt):
         for kind in KINDS:
             for size in (64, 32, 16):
                 given = [figure.described(fmt, name), vector.tolist(), kind, size]
