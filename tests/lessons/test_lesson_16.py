@@ -120,7 +120,7 @@ def test_a_pure_run_holds_nothing_but_bf16_numbers(lesson, monkeypatch):
     kept = lesson.new_net
     for function in (lesson.race,):
         function.__globals__["new_net"] = lambda *given: nets.append(kept(*given)) or nets[-1]
-        function.__globals__["race_autocast"] = lesson.RoundingAutocast
+        function.__globals__["own_autocast"] = lesson.RoundingAutocast
         function.__globals__["unseen_loss"] = lambda net, count: 0.0
     for lane in ("fp32", "pure bf16", "pure bf16, by chance"):
         assert all(math.isfinite(loss) for loss in lesson.race(lane, 0).losses)
