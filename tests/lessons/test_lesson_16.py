@@ -132,3 +132,9 @@ def test_a_cache_in_float32_changes_nothing(lesson, pieces):
     net, line = awake(lesson), pieces[0][0]
     cached = lesson.cached_logits(net, line, torch.float32)
     torch.testing.assert_close(cached, net(line[None])[0], rtol=1e-3, atol=1e-3)
+
+
+def test_a_text_written_with_a_cache_in_float32_is_the_text(lesson):
+    net = awake(lesson)
+    cached = lesson.write(net, 12, lambda line: lesson.cached_logits(net, line, torch.float32))
+    assert cached == lesson.write(net, 12) and len(set(cached)) > 1
