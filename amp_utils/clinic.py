@@ -97,13 +97,13 @@ class Chart:
 class _Counts(TorchDispatchMode):
     def __init__(self, chart: Chart, net: nn.Module) -> None:
         super().__init__()
-        self.chart = chart  # weights are known by their place, which must not be given away
-        self.weights = {p.data_ptr(): p.detach() for p in net.parameters()}
+        self.chart, self.net = chart, net
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name == "_to_copy" and kwargs.get("dtype") in NARROW:
-            self.chart.casts += args[0].data_ptr() in self.weights
+            weights = {p.data_ptr() for p in self.net.parameters()}  # a loop may replace some
+            self.chart.casts += args[0].data_ptr() in weights
         self.chart.checks += name == "_amp_foreach_non_finite_check_and_unscale_"
         return func(*args, **kwargs)
 
@@ -206,9 +206,10 @@ class Ward:
         batches = [(eval(clean, {"x": x}), y) for x, y in self.batches]
         return observe(loop, self.network(), batches, counting)
 
-    def illness(self, number: int | str) -> str | list[str]:
-        """Its letter in the lesson's list; two where there are two."""
-        return PATIENTS[str(number)]["illness"]
+    def illness(self, number: int | str, guess: object = None) -> str | list[str]:
+        """Its letter in the lesson's list; two where there are two; a guess that is as right."""
+        patient, guess = PATIENTS[str(number)], str(guess).strip().upper()
+        return guess if guess == patient.get("or") else patient["illness"]
 
     def admit(self, number: int | str) -> Callable[[Loop], Loop]:
         """A decorator that runs a sick loop and prints its vital signs."""
@@ -222,10 +223,13 @@ class Ward:
                 if clean != "x":
                     self.meant[number] = self._observe(number, loop, clean)
             self.ill[number] = self._observe(number, loop)
-            print(_signs(self.ill[number], self.wide[number]))
+            self._show(number, self.ill[number])
             return loop
 
         return run
+
+    def _show(self, number: int | str, chart: Chart, other: str = "in float32") -> None:
+        print(_signs(chart, self.wide[number], chart.distance(self.meant[number]), other))
 
     def judge(self, number: int | str, loop: Loop) -> None:
         """Raises AssertionError, with numbers, for a loop that is not healthy."""
@@ -255,7 +259,7 @@ class Ward:
         def run(loop: Loop) -> None:
             lesson.check(lambda: self.judge(number, loop))
             if self.seen:  # not the stub
-                print(_signs(self.seen, self.wide[number], "old, float32"))
+                self._show(number, self.seen, "old, float32")
 
         return run
 
@@ -288,19 +292,23 @@ class Ward:
         return list(dict.fromkeys(f.name for f in report.findings if f.severity != "note"))
 
 
-def _signs(chart: Chart, meant: Chart, other: str = "in float32") -> str:
-    def course(losses: list[float]) -> str:
+def _signs(chart: Chart, wide: Chart, distance: float, other: str) -> str:
+    def course(losses: list[float], stopped: bool) -> str:
         shown = [losses[0], losses[len(losses) // 2], losses[-1]] if losses else []
+        if stopped:
+            return f"{losses[-1]:.2g}, then stopped" if losses else "none"
         return " → ".join(f"{loss:.2g}" for loss in shown) or "none"
 
     outputs = f"layers' outputs, {chart.casts} casts of weights"
     if chart.casts is None:
         outputs = "eager layers' outputs; what is compiled is not counted"
+    way = f"{distance:.0%}" if distance >= 0.02 else "under 2%"
     rows = {
-        "loss": course(chart.losses),
-        other: meant.raised or course(meant.losses),
-        "steps taken": f"{len(chart.rates)} of {len(meant.rates)}",
+        "loss": course(chart.losses, bool(chart.raised)),
+        other: wide.raised or course(wide.losses, False),
+        "steps taken": f"{len(chart.rates)} of {len(wide.rates)}",
         "in 16 bits": f"{chart.narrow:.0%} of the {outputs}",
+        "off course": "not finite" if distance == math.inf else f"{way} of float32's way",
     }
     lines = [f"{name:<12} {value}" for name, value in rows.items()]
     stop = f"stopped at batch {len(chart.losses) + 1}: {chart.raised}"

@@ -150,17 +150,22 @@ def number_line(
     *,
     ticks: Sequence[float],
     names: Sequence[str] | None = None,
+    mark: float | None = None,
+    colors: Mapping[str, str] = COLORS,
     title: str,
     alt: str,
 ) -> None:
     """The numbers of each row as strokes on a common line, with an axis that names only `ticks`.
 
-    `names` are written at the ticks in place of their values.
+    `names` are written at the ticks in place of their values; a dotted line through all rows stands
+    at `mark`. A row that `colors` does not name is black.
     """
     with _drawing(alt, (7.6, 0.42 * len(rows) + 0.9)) as axes:
         for y, (label, numbers) in enumerate(rows.items()):
             axes.plot([ticks[0], ticks[-1]], [-y, -y], color="#999999", linewidth=0.8)
-            axes.vlines(numbers, -y - 0.3, -y + 0.3, color=COLORS.get(label, BLACK), linewidth=1.4)
+            axes.vlines(numbers, -y - 0.3, -y + 0.3, color=colors.get(label, BLACK), linewidth=1.4)
+        if mark is not None:
+            axes.axvline(mark, color="#999999", linestyle=":", linewidth=1.2, zorder=0)
         axes.set_yticks(range(0, -len(rows), -1), list(rows))
         axes.set_xticks(ticks, names or [f"{tick:g}" for tick in ticks])
         axes.tick_params(left=False)

@@ -32,18 +32,18 @@ class Row(NamedTuple):
 
 def timeline() -> None:
     """Show four micro-batches; the reader chooses which calls of a scaler follow each."""
-    early = run([[j == 0, j == 3, j == 3, j == 3] for j in range(4)])
-    (got,) = [row.grad for row in early if row.call == "step"]
+    rows = run([[False] * 4] * 3 + [[False, True, True, True]])
+    (got,) = [row.grad for row in rows if row.call == "step"]
     alt = (
-        f"Four micro-batches, each with the gradient 1. unscale_ after the first leaves it 1; the "
-        f"others come scaled by {SCALE:g}, and the optimizer gets {got:g} in place of 4."
+        f"Four micro-batches, each with the gradient 1, come scaled by {SCALE:g}. One step after "
+        f"the fourth unscales their sum, and the optimizer gets {got:g}, as it should."
     )
     frame.show(
         "timeline",
         {"init": SCALE, "messages": {name: message(calls) for name, calls in ERRORS.items()}},
         label="Four micro-batches and the calls between them",
         alt=alt,
-        still=still(early),
+        still=still(rows),
     )
 
 
@@ -91,15 +91,15 @@ def _try(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, call: s
 
 def still(rows: list[Row]) -> str:
     """The calls one below the other, each with the gradient that it leaves."""
-    parts = [frame.text(12, 24, "unscale_ in the middle of a group mixes two kinds of gradient")]
+    parts = [frame.text(12, 24, "One step after four micro-batches unscales their sum")]
     for i, row in enumerate(row for row in rows if row.call in ("backward", "unscale_", "step")):
         y = 54 + 26 * i
         called = f"backward {row.batch + 1}" if row.call == "backward" else row.call
-        color = BLUE if row.grad == 1 else ORANGE
+        color = BLUE if row.call == "step" else ORANGE
         width = 320 * row.grad / max(row.grad for row in rows if row.grad)
         parts += [
             frame.text(12, y, called),
             frame.path(f"M110 {y - 5}h{max(width, 1):.5g}", color, 16),
             frame.text(118 + width, y, f"{row.grad:g}"),
         ]
-    return frame.drawing(520, 54 + 26 * 6, *parts)
+    return frame.drawing(520, 54 + 26 * 5, *parts)

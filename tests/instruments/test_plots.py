@@ -6,6 +6,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from matplotlib.colors import to_hex
 
 from amp_utils import plots
 from amp_utils.formats import FP16, FP32
@@ -98,6 +99,14 @@ def test_the_number_line_has_a_stroke_for_each_number(drawn):
     strokes = [[segment[0, 0] for segment in row.get_segments()] for row in axes.collections]
     assert strokes == [[1, 2.5], [4]]
     assert [t.get_text() for t in axes.get_xticklabels()] == ["1", "2", "4"]
+
+
+def test_the_number_line_has_a_mark_and_the_colors_that_are_asked_for(drawn):
+    for colors, expected in (({}, plots.BLACK), ({"tf32": plots.RED}, plots.RED)):
+        plots.number_line({"tf32": [1]}, ticks=[0, 2], mark=1.5, colors=colors, title="t", alt="a")
+        axes = drawn[-1][0].axes[0]
+        assert axes.lines[-1].get_xdata() == [1.5, 1.5]
+        assert to_hex(axes.collections[0].get_color()[0]) == to_hex(expected)
 
 
 def test_the_scale_history_marks_skipped_steps_and_draws_errors_beneath(drawn):

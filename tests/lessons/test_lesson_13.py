@@ -13,6 +13,7 @@ from torch import nn
 
 from amp_utils.course import ROOT
 from amp_utils.course.notebook import load
+from amp_utils.device import choose_device
 from amp_utils.launch import launch
 
 CPU = torch.device("cpu")
@@ -48,12 +49,17 @@ def test_only_autocast_in_forward_reaches_a_thread(lesson, dtype):
         assert lesson.in_threads(lambda: lesson.Net(layer)(x).dtype) == [torch.float16] * 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="DataParallel's threads need a GPU")
-def test_dataparallel_hands_on_the_switch_and_not_the_dtype():
-    replicas, x = [nn.Linear(4, 4).cuda() for _ in range(2)], torch.ones(2, 4, device="cuda")
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        outputs = nn.parallel.parallel_apply(replicas, [x, x], devices=[0, 0])
-    assert [y.dtype for y in outputs] == [torch.float16] * 2
+def test_dataparallel_hands_on_the_switch_and_not_the_dtype(lesson):
+    x = torch.ones(2, 4, device=choose_device())
+    kind, default = x.device.type, torch.get_autocast_dtype(x.device.type)
+    other = torch.float16 if default == torch.bfloat16 else torch.bfloat16
+
+    def dtypes():
+        return lesson.in_data_parallel(lambda x: torch.mm(x, x.T).dtype, x)
+
+    with torch.autocast(kind, dtype=other):
+        assert dtypes() == [default] * 2
+    assert dtypes() == [torch.float32] * 2
 
 
 def test_one_process_trains_as_an_average_over_shares_does(train):
