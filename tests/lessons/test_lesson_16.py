@@ -120,7 +120,7 @@ def test_a_pure_run_holds_nothing_but_bf16_numbers(lesson, monkeypatch):
     kept = lesson.new_net
     for function in (lesson.race,):
         function.__globals__["new_net"] = lambda *given: nets.append(kept(*given)) or nets[-1]
-        function.__globals__["race_autocast"] = lesson.RoundingAutocast
+        function.__globals__["own_autocast"] = lesson.RoundingAutocast
         function.__globals__["unseen_loss"] = lambda net, count: 0.0
     for lane in ("fp32", "pure bf16", "pure bf16, by chance"):
         assert all(math.isfinite(loss) for loss in lesson.race(lane, 0).losses)
@@ -132,3 +132,9 @@ def test_a_cache_in_float32_changes_nothing(lesson, pieces):
     net, line = awake(lesson), pieces[0][0]
     cached = lesson.cached_logits(net, line, torch.float32)
     torch.testing.assert_close(cached, net(line[None])[0], rtol=1e-3, atol=1e-3)
+
+
+def test_a_text_written_with_a_cache_in_float32_is_the_text(lesson):
+    net = awake(lesson)
+    cached = lesson.write(net, 12, lambda line: lesson.cached_logits(net, line, torch.float32))
+    assert cached == lesson.write(net, 12) and len(set(cached)) > 1
