@@ -9,6 +9,7 @@ import math
 import textwrap
 import tomllib
 import warnings
+from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -292,6 +293,10 @@ class Ward:
         return list(dict.fromkeys(f.name for f in report.findings if f.severity != "note"))
 
 
+BORDERS = [0.02, 0.125, 0.375, 0.625, 0.875]
+WAYS = ["under 2% of", "under an eighth of", "a quarter of", "half", "three quarters of", "all of"]
+
+
 def _signs(chart: Chart, wide: Chart, distance: float, other: str) -> str:
     def course(losses: list[float], stopped: bool) -> str:
         shown = [losses[0], losses[len(losses) // 2], losses[-1]] if losses else []
@@ -302,13 +307,13 @@ def _signs(chart: Chart, wide: Chart, distance: float, other: str) -> str:
     outputs = f"layers' outputs, {chart.casts} casts of weights"
     if chart.casts is None:
         outputs = "eager layers' outputs; what is compiled is not counted"
-    way = f"{distance:.0%}" if distance >= 0.02 else "under 2%"
+    way = WAYS[bisect(BORDERS, distance)]  # coarse, so that every machine says the same
     rows = {
         "loss": course(chart.losses, bool(chart.raised)),
         other: wide.raised or course(wide.losses, False),
         "steps taken": f"{len(chart.rates)} of {len(wide.rates)}",
         "in 16 bits": f"{chart.narrow:.0%} of the {outputs}",
-        "off course": "not finite" if distance == math.inf else f"{way} of float32's way",
+        "off course": "not finite" if distance == math.inf else f"{way} float32's way",
     }
     lines = [f"{name:<12} {value}" for name, value in rows.items()]
     stop = f"stopped at batch {len(chart.losses) + 1}: {chart.raised}"
