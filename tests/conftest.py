@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from hypothesis import settings
+from support.browser import browser, opened, visit  # noqa: F401  (one browser for all tests)
 
 settings.load_profile("ci")  # derandomized, and without a deadline: the machine may be busy
 

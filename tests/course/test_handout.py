@@ -14,7 +14,7 @@ import nbformat
 import pytest
 from bs4 import BeautifulSoup
 from filelock import FileLock
-from support.browser import browser, violations, visit  # noqa: F401
+from support.browser import violations
 
 from amp_utils.course import CourseError, handout, notebook, pages
 from amp_utils.course.__main__ import main
@@ -424,7 +424,7 @@ in_a_browser = pytest.mark.parametrize(
 
 
 @in_a_browser
-def test_the_search_finds_the_lesson_first(built, visit):  # noqa: F811
+def test_the_search_finds_the_lesson_first(built, visit):
     page = visit(built / "index.html")
     box, first = page.get_by_role("searchbox"), page.locator("#found a").first
     for words, lesson in {
@@ -450,7 +450,7 @@ def test_the_search_finds_the_lesson_first(built, visit):  # noqa: F811
 
 
 @in_a_browser
-def test_without_a_script_all_but_the_search_is_there(built, visit):  # noqa: F811
+def test_without_a_script_all_but_the_search_is_there(built, visit):
     page = visit(built / "pages" / "06_grad_scaler.html", java_script_enabled=False)
     assert not page.get_by_role("searchbox").is_visible()
     page.get_by_role("navigation").get_by_role("link", name="The flight recorder").click()
@@ -467,7 +467,7 @@ LOOKS = [
 
 @in_a_browser
 @pytest.mark.parametrize("look", LOOKS, ids=["light", "dark"])
-def test_pages_are_accessible_and_fit_the_window(built, visit, look):  # noqa: F811
+def test_pages_are_accessible_and_fit_the_window(built, visit, look):
     for name in ("index.html", "pages/06_grad_scaler.html", "pages/claims.html"):
         page = visit(built / name, **look)
         page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
@@ -482,7 +482,7 @@ def test_pages_are_accessible_and_fit_the_window(built, visit, look):  # noqa: F
 
 @pytest.mark.full
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_slides_are_accessible(tmp_path, visit, scheme):  # noqa: F811
+def test_slides_are_accessible(tmp_path, visit, scheme):
     copy_course(tmp_path, TWO)
     assert main(["--root", str(tmp_path), "slides", "00", "--no-browser"]) == 0
     page = visit(tmp_path / "build" / "slides" / "00_start_here.html", color_scheme=scheme)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.browser import browser  # noqa: F401
 from support.processes import LIMIT, answers, wait_for
 
 from amp_utils.course import lab
@@ -108,7 +107,7 @@ class Reader:
         assert not self.page.get_by_text("Traceback (most recent call last)").count()
 
 
-def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address, course):  # noqa: F811
+def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address, course):
     page = browser.new_page(viewport={"width": 1300, "height": 900})
     reader = Reader(page)
     page.goto(address)
@@ -164,7 +163,7 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     assert table.endswith("Next: learn/00_start_here.ipynb\n")
 
 
-def test_opening_and_saving_a_lesson_is_no_touch(browser, address, course):  # noqa: F811
+def test_opening_and_saving_a_lesson_is_no_touch(browser, address, course):
     name = "05_gradient_underflow.ipynb"
     copy, original = course / "learn" / name, ROOT / "notebooks" / name
     page = browser.new_page()

@@ -419,7 +419,7 @@ from amp_utils.course import report, sweep
 from amp_utils.course.__main__ import main
 
 sweep.run_lesson = test_sweep.pretend
-write_text, replace = Path.write_text, os.replace
+write_bytes, replace = Path.write_bytes, os.replace
 writes = left = 0
 log = os.open(os.devnull, os.O_WRONLY)
 
@@ -428,8 +428,8 @@ def killed_before(change):
         global writes
         writes += 1
         if writes == left:
-            if change is write_text:  # half of a file is there
-                write_text(arguments[0], arguments[1][:len(arguments[1]) // 2])
+            if change is write_bytes:  # half of a file is there
+                write_bytes(arguments[0], arguments[1][:len(arguments[1]) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
         return change(*arguments, **options)
     return changed
@@ -440,7 +440,7 @@ def swept(kill_at):
     if child == 0:
         os.dup2(log, 1)
         left = kill_at
-        Path.write_text, os.replace = killed_before(write_text), killed_before(replace)
+        Path.write_bytes, os.replace = killed_before(write_bytes), killed_before(replace)
         os._exit(main(f"--root . sweep 1 --set steps=1,2 --out out-{number} --jobs 1".split()))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

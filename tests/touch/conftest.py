@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.browser import browser, opened, visit  # noqa: F401
 
 from amp_utils import touch
 
@@ -13,7 +12,7 @@ SOURCES = Path(touch.__file__).parent
 
 
 @pytest.fixture
-def arithmetic(opened) -> Callable:  # noqa: F811
+def arithmetic(opened) -> Callable:
     """`arithmetic(*names)(expression, argument)`: JavaScript with the functions of `name.js`."""
 
     def load(*names: str) -> Callable:
