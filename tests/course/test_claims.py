@@ -186,7 +186,7 @@ def test_what_sources_say_of_a_gpus_speed_is_measured_on_a_gpu_only():
     sources = {"recipe", "recipe_2021", "recipe_2025", "effective", "paper"}
     rows = [c for c in CLAIMS if c.verdict != "checked" and c.question == "faster"]
     rows = [c for c in rows if c.source in sources]
-    assert len(rows) > 10
+    assert len(rows) > 3
     assert [c.id for c in rows if "device.type == 'cuda'" not in c.measure] == []
 
 
