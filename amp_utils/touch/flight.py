@@ -7,8 +7,6 @@ import torch
 
 from amp_utils.touch import frame
 
-BLUE, RED = "#0072B2", "#D55E00"
-
 
 def flight(
     init_scale: float, growth_interval: int, ceiling: float, *, steps: int = 160, bad: int = 20
@@ -80,12 +78,12 @@ def still(rows: list[tuple[float, bool, float]], ceiling: int) -> str:
         640,
         250,
         frame.text(12, 22, "The scale climbs until it overflows, and probes the ceiling for ever"),
-        frame.path(f"M50 {y(ceiling):.1f}H630", RED),
+        frame.path(f"M50 {y(ceiling):.1f}H630", frame.RED),
         frame.text(54, y(ceiling) - 5, f"ceiling {frame.power(ceiling)}"),
         frame.text(44, y(exponents[0]) + 4, frame.power(round(exponents[0])), text_anchor="end"),
         frame.text(626, y(exponents[-1]) + 18, end, text_anchor="end"),
-        frame.path(path, BLUE, 2),
-        frame.path(crosses, RED, 1.5),
+        frame.path(path, frame.BLUE, 2),
+        frame.path(crosses, frame.RED, 1.5),
         frame.text(50, 242, "step 1", fill=frame.QUIET),
         frame.text(630, 242, f"step {len(rows)}", fill=frame.QUIET, text_anchor="end"),
     )

@@ -14,7 +14,7 @@ from amp_utils import ledger
 from amp_utils.modes import tensors
 from amp_utils.touch import frame
 
-COLORS = {"f": "#000000", "l": "#0072B2"}
+COLORS = {"f": "#000000", "l": frame.BLUE}
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

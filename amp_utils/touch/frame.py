@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 INK, QUIET, LINE = "#1f2328", "#586069", "#d5d9e0"
+BLUE, RED, ORANGE, GREEN = "#0072B2", "#D55E00", "#E69F00", "#009E73"  # those of amp_utils.plots
 
 
 def show(name: str, data: Any, *, label: str, alt: str, still: str, uses: str = "") -> None:

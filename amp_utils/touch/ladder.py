@@ -76,7 +76,7 @@ def still(rows: dict[str, Tensor], power: int) -> str:
     for y, (name, row) in zip(range(92, 900, 68), rows.items(), strict=False):
         parts.append(frame.text(10, y - 26, name, font_weight="bold"))
         parts.append(frame.text(10, y - 8, f"{(row == 1).sum()} become 0", fill=frame.QUIET))
-        for color, mask in (("#D55E00", row == 1), ("#0072B2", row != 1)):
+        for color, mask in ((frame.RED, row == 1), (frame.BLUE, row != 1)):
             bars = "".join(
                 f"M{left + unit * (i + 0.5):.1f} {y}v-{max(0.5, 46 * row[i]):.1f}"
                 for i in mask.nonzero().flatten().tolist()

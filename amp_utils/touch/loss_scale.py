@@ -11,7 +11,12 @@ from amp_utils import gradients
 from amp_utils.touch import frame
 
 Pictures = Mapping[int, str | None]
-COLORS = {"lost": "#D55E00", "subnormal": "#E69F00", "normal": "#0072B2", "infinite": "#D55E00"}
+COLORS = {
+    "lost": frame.RED,
+    "subnormal": frame.ORANGE,
+    "normal": frame.BLUE,
+    "infinite": frame.RED,
+}
 
 
 def loss_scale(source: gradients.Source, learned: Mapping[int, Tensor]) -> None:

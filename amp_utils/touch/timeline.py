@@ -8,7 +8,7 @@ import torch
 from amp_utils.touch import frame
 
 CALLS = ("unscale_", "step", "update", "zero_grad")
-SCALE, BLUE, ORANGE = 1024.0, "#0072B2", "#E69F00"
+SCALE = 1024.0
 Pressed = Sequence[Sequence[bool]]
 
 # What each error of `timeline.js` is called there, and calls that raise it.
@@ -95,7 +95,7 @@ def still(rows: list[Row]) -> str:
     for i, row in enumerate(row for row in rows if row.call in ("backward", "unscale_", "step")):
         y = 54 + 26 * i
         called = f"backward {row.batch + 1}" if row.call == "backward" else row.call
-        color = BLUE if row.call == "step" else ORANGE
+        color = frame.BLUE if row.call == "step" else frame.ORANGE
         width = 320 * row.grad / max(row.grad for row in rows if row.grad)
         parts += [
             frame.text(12, y, called),

@@ -12,9 +12,9 @@ UPDATES = [float(f"{n}e{k}") for k in range(-5, 0) for n in (1, 2, 3, 5)]
 UPDATES += [2.0**-k for k in range(25)]
 LOOKS = {
     "fp32": (frame.LINE, "", 7),
-    "bf16": ("#0072B2", "7 3", 2.2),
-    "fp16": ("#D55E00", "10 2 2 2", 2.2),
-    "fp16 + Kahan": ("#009E73", "2 3", 2.2),
+    "bf16": (frame.BLUE, "7 3", 2.2),
+    "fp16": (frame.RED, "10 2 2 2", 2.2),
+    "fp16 + Kahan": (frame.GREEN, "2 3", 2.2),
 }
 
 

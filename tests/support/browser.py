@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.processes import LIMIT, wait_for
+from support.processes import LIMIT, answers, wait_for
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -68,14 +68,8 @@ def jupyterlab(folder: Path) -> Iterator[Lab]:
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
-    def answers() -> bool:
-        with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return True
-        return False
-
     try:
-        wait_for(answers)
+        wait_for(lambda: answers(address))
         yield Lab(address, folder, environment)
     finally:
         server.terminate()
@@ -116,22 +110,9 @@ def opened(browser) -> Iterator[Callable]:
 
 
 @pytest.fixture
-def visit(browser) -> Iterator[Callable]:
-    """`visit(path, **options)`: a file in a window of its own; options and failures as `opened`."""
-    contexts, wrong = [], []
-
-    def open_file(path: Path, **options):
-        contexts.append(browser.new_context(**options))
-        page = contexts[-1].new_page()
-        page.on("request", lambda request: wrong.append(request.url))
-        page.on("pageerror", lambda error: wrong.append(f"a script failed: {error}"))
-        page.goto(path.as_uri())
-        return page
-
-    yield open_file
-    for context in contexts:
-        context.close()
-    assert not [text for text in wrong if not text.startswith(("file:", "data:"))]
+def visit(opened) -> Callable:
+    """`visit(path, **options)`: a file, which may ask for other files; otherwise as `opened`."""
+    return lambda path, **options: opened(address=path.as_uri(), **options)
 
 
 def violations(page, part: str | None = None) -> str:
