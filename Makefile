@@ -6,6 +6,7 @@ EDIT ?=
 NB ?=
 P ?=
 THREADS ?= 1
+CLAIMS ?=
 
 BIN := .venv/bin
 # A lesson is validated on the CPU, whatever the machine has. Kernels side by side with more threads than cores spin
@@ -42,12 +43,13 @@ test: ready  ## check units and anatomy, then every notebook against its saved o
 test-all: ready  ## check everything: what takes long too, and the notebooks with one and with two threads
 	@status=0; \
 	$(UNITS) || status=1; \
-	$(MAKE) --no-print-directory validate THREADS=1 || status=1; \
+	$(MAKE) --no-print-directory validate THREADS=1 CLAIMS=yes || status=1; \
 	$(MAKE) --no-print-directory validate THREADS=2 || status=1; \
 	exit $$status
 
-validate: ready  ## check only the notebooks against their saved outputs (THREADS=2: with two threads)
-	$(ON_CPU) OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest $(WORKERS) \
+validate: ready  ## check only the notebooks against their saved outputs (THREADS=2, CLAIMS=yes: measure claims too)
+	$(ON_CPU) OMP_NUM_THREADS=$(THREADS) $(if $(filter yes,$(CLAIMS)),PYTHONPATH=tests) $(BIN)/python -m pytest $(WORKERS) \
+	  $(if $(filter yes,$(CLAIMS)),-p support.claimed) \
 	  --nbval --nbval-sanitize-with tests/support/nbval_sanitize.cfg notebooks
 
 claims: ready  ## measure every claim of the sources again, and write the ledger: notebooks/claims.md and .html

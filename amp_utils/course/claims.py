@@ -114,17 +114,28 @@ def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list
                 here = [claim for claim in claims if claim.cell in notebook.tags(cell)]
                 if not here:
                     continue
-                wanted = {claim.id: EVALUATE.format(claim.measure) for claim in here}
-                request = client.kc.execute("", silent=True, user_expressions=wanted)
-                replies = client.wait_for_reply(request)["content"]["user_expressions"]
-                for name, reply in replies.items():
-                    if reply["status"] == "ok":
-                        text = ast.literal_eval(reply["data"]["text/plain"])
-                        values[name] = decoded(text)
-                    else:
-                        failures.append(f"{name}: {reply['ename']}: {reply['evalue']}")
+                request = client.kc.execute("", silent=True, user_expressions=expressions(here))
+                measured, failed = answers(client.wait_for_reply(request))
+                values |= measured
+                failures += failed
     except (CellExecutionError, DeadKernelError) as error:
         failures.append(failure(lesson, error))
+    return values, failures
+
+
+def expressions(claims: Sequence[Claim]) -> dict[str, str]:
+    """What a kernel is asked right after a cell with these claims: an expression by id."""
+    return {claim.id: EVALUATE.format(claim.measure) for claim in claims}
+
+
+def answers(reply: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What a kernel's reply says to `expressions`: values by id, and what failed."""
+    values, failures = {}, []
+    for name, answer in reply["content"]["user_expressions"].items():
+        if answer["status"] == "ok":
+            values[name] = decoded(ast.literal_eval(answer["data"]["text/plain"]))
+        else:
+            failures.append(f"{name}: {answer['ename']}: {answer['evalue']}")
     return values, failures
 
 

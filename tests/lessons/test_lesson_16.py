@@ -22,7 +22,8 @@ def lesson():
     given |= {"head_size": 16, "LOW": "lower_precision", "WIDE": "fp32"}
     rules = {"linear": "lower_precision", "scaled_dot_product_attention": "lower_precision"}
     given["RULES"] = {"cpu": rules | {"cross_entropy": "fp32"}}
-    given |= {"bf16": torch.bfloat16, "DTYPES": {"bf16": torch.bfloat16, "fp16": torch.float16}}
+    given["DTYPES"] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    given |= given["DTYPES"]
     return load("16", **given, width=64, batch=4, race_steps=4)
 
 
