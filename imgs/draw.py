@@ -139,7 +139,7 @@ def decision_tree(axes: Axes) -> None:
         axes.text(x + 0.1, (begin + end) / 2, words, va="center", fontsize=10)
 
     for y, words, answer in (
-        (9.3, "does it raise?", "Read the message to its end; the cause is often another line. 1–7"),
+        (9.3, "does it raise?", "Read the message to its end; the cause may be another line. 1–7"),
         (8.1, "the same in float32?", "It is not AMP: data 23, learning rate 24, or the model."),
     ):
         box(0, y, 3.3, 0.7, words, LOW)
