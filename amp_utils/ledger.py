@@ -142,7 +142,8 @@ def on_cuda(
 
     The model runs without autograd on tensors that have no data, in `region` instead if one is
     given. Rows tell what autocast decides (`inputs`, `casts`, `output`); which kernel a GPU would
-    choose, and its `ran_in`, they cannot know. Raises what the model raises on such tensors.
+    choose, and its `ran_in`, they cannot know. Raises what the model raises on such tensors: a
+    size or a number that depends on data, as in ``x[mask]`` or ``x.item()``, is not known.
     """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with torch.no_grad(), _fake_cuda():
@@ -204,10 +205,11 @@ class _Calls(TorchFunctionMode):
         outer = kernels.state, kernels.ruled
         kernels.state, kernels.ruled = own, f"aten::{name}" in rules(autocast_device(given))
         inside = None if func in self.stack else _below_its_check(func)
+        indexes = name in ("getitem", "setitem") and type(given[0]).__name__ == "FakeTensor"
         self.stack.append(func)
         try:
             with self if inside else nullcontext():
-                result = (inside or func)(*args, **kwargs)
+                result = _indexed(func, args) if indexes else (inside or func)(*args, **kwargs)
         finally:
             self.stack.pop()
             kernels.state, kernels.ruled = outer
@@ -223,6 +225,12 @@ class _Calls(TorchFunctionMode):
             # A Python function around one op: the caller knows it by the outer name.
             self.rows[first] = self.rows[first]._replace(op=name, inputs=inputs)
         return result
+
+
+def _indexed(func: Callable, args: tuple) -> torch.Tensor | None:
+    """x[i] or x[i] = y of fake tensors: on "cuda" torch would ask for the GPU, on "meta" not."""
+    result = func(*tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, args))
+    return None if result is None else torch.empty_like(result, device=args[0].device)
 
 
 def _inserted(arguments: Any, casts: list, output: torch.dtype | None) -> tuple[str, ...]:

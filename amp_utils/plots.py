@@ -77,7 +77,8 @@ def _label_ends(axes: Axes) -> None:
         above -= 1
         y = min(max(y + apart, end(line)), 0.95 - apart * above)
         look = {key: getattr(line, f"get_{key}")() for key in ("color", "linestyle", "marker")}
-        sample = Line2D([1.02, 1.09], [y, y], transform=axes.transAxes, clip_on=False, **look)
+        x = [1.02, 1.09] if look["linestyle"] != "None" else [1.055]  # one mark, where no line is
+        sample = Line2D(x, [y] * len(x), transform=axes.transAxes, clip_on=False, **look)
         axes.add_artist(sample)
         axes.text(1.11, y, line.get_label(), va="center", transform=axes.transAxes)
 
@@ -183,7 +184,8 @@ def scale_history(
 ) -> None:
     """The loss scale used at each step, on a power-of-two axis; a cross marks a skipped step.
 
-    Beneath it, on the same steps, the `errors` of the runs that are given.
+    Beneath it, on the same steps, the `errors` of the runs that are given, in shares of the
+    variance.
     """
     panels = 1 + bool(errors)
     with _drawing(alt, (7, 2.6 * panels), panels, sharex=True, squeeze=False) as axes:
@@ -201,7 +203,7 @@ def scale_history(
             look = {"color": CYCLE[i % 6], "linestyle": LINES[i % 6], "label": label}
             axes[1, 0].plot(range(1, len(values) + 1), values, **look)
         if errors:
-            axes[1, 0].set(ylabel="error", yscale="log")
+            axes[1, 0].set(ylabel="error (share of variance)", yscale="log")
             _label_ends(axes[1, 0])
         axes[-1, 0].set_xlabel("step")
 

@@ -18,7 +18,7 @@ POLICIES = {
 
 
 class Traffic(TorchDispatchMode):
-    """Notes each kind of message between the ranks, and its dtype."""
+    """Notes each kind of message between the ranks: the dtype of each one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.namespace == "c10d":
             name = op._opname.strip("_").removesuffix("_base")
-            self.messages[name] = str(args[0].dtype)
+            self.messages.setdefault(name, []).append(str(args[0].dtype))
         return op(*args, **(kwargs or {}))
 
 
@@ -35,25 +35,26 @@ def sharded(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> n
     """A small network, of which each rank keeps a piece."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
-    return fully_shard(net, mesh=init_device_mesh(device.type, (ranks,)), mp_policy=policy)
+    mesh = init_device_mesh(device.type, (ranks,))
+    for layer in (net[0], net[2], net):  # in a large network each block, and last the whole
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return net
 
 
 def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> dict:
     """Where the first weight has which dtype, in one forward and backward pass."""
     net = sharded(device, ranks, policy)
     weight, seen = net[0].weight, {}
-    net[0].register_forward_hook(lambda layer, *_: seen.update(used=str(layer.weight.dtype)))
+    net[0].register_forward_pre_hook(lambda layer, x: seen.update(used=str(layer.weight.dtype)))
     seen["kept"], seen["piece"] = str(weight.dtype), list(weight.to_local().shape)
     with Traffic() as traffic:
         output = net(torch.ones(4, 2, device=device))
         output.float().square().mean().backward()
     norm = nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0)
     seen |= {"norm": type(norm).__name__, "length": norm.full_tensor().item()}
-    return (
-        seen
-        | traffic.messages
-        | {"output": str(output.dtype), "gradient": str(weight.grad.dtype)}
-    )
+    seen |= {"gathers": len(traffic.messages["allgather"])}
+    seen |= {name: " ".join(sorted({*dtypes})) for name, dtypes in traffic.messages.items()}
+    return seen | {"output": str(output.dtype), "gradient": str(weight.grad.dtype)}
 
 
 def overflow_in_one_piece(rank: int, ranks: int, device: torch.device) -> dict:

@@ -57,10 +57,8 @@ def average(state: tuple[list, torch.dtype], bucket: dist.GradBucket) -> Message
     sent, dtype = state
     message = bucket.buffer().to(dtype).div_(dist.get_world_size())
     sent.append(message.nbytes)
-    dist.all_reduce(message)
-    done = torch.futures.Future()
-    done.set_result(bucket.buffer().copy_(message))
-    return done
+    done = dist.all_reduce(message, async_op=True).get_future()  # backward goes on meanwhile
+    return done.then(lambda sums: bucket.buffer().copy_(sums.value()[0]))
 
 
 def accumulate(rank, ranks, device, dtype=torch.float32, quiet: bool = True) -> dict:

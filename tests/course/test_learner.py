@@ -158,7 +158,7 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines() if " of " in line}
     assert rows["00_start_here"][::3] == ["1", "1"]  # one exercise, one right guess
     assert rows["06_grad_scaler"][::3] == ["0", "1"]
-    assert "learn/00_start_here.ipynb: How much of its first error is left" in table
+    assert "learn/00_start_here.ipynb: How much of its first loss is left" in table
     assert "learn/06_grad_scaler.ipynb: `unscale_` has divided the gradient" in table
     assert table.endswith("Next: learn/00_start_here.ipynb\n")
 

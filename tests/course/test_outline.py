@@ -23,7 +23,7 @@ CARD = """# 5 · Title
 | **Runs on** | CPU |"""
 
 
-FEW = ("00", "01", "04", "05", "06", "A5", "A6")  # lessons with and without neighbours
+FEW = ("00", "01", "04", "05", "06", "A2", "A3", "A6")  # lessons with and without neighbours
 
 
 @pytest.fixture
@@ -76,13 +76,13 @@ def test_a_lesson_links_to_its_neighbours():
     assert "←" not in navigation(there[0]) and "→" not in navigation(there[-1])
 
 
-def test_both_entrances_lead_to_the_first_lesson_and_one_through_every_appendix(copy):
+def test_both_entrances_lead_to_the_first_lesson_and_one_through_the_first_appendices(copy):
     def ways():
         rows = outline.generated("entrances", copy / "notebooks").splitlines()[2:]
         return [re.findall(r"\]\((\w+)\.ipynb\)", row) for row in rows]
 
     there = [path.stem for path in notebook.lessons(copy / "notebooks")]
-    appendices = [name for name in there if name.startswith("A")]
+    appendices = [name for name in there if name.startswith(("A1", "A2", "A3"))]
     assert appendices and ways() == [[*appendices, "01_float_formats"], ["01_float_formats"]]
     (copy / "notebooks" / f"{appendices[0]}.ipynb").unlink()
     assert ways()[0] == [*appendices[1:], "01_float_formats"]

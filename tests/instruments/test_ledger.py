@@ -351,6 +351,28 @@ def test_a_model_under_the_rules_of_cuda_needs_no_gpu_and_stays_as_it_was():
     assert torch.is_autocast_enabled("cuda") == on and model.layer.weight.device.type == "cpu"
 
 
+@pytest.mark.parametrize("index", [0, None, slice(1, 3), (..., 0), (slice(None), None)], ids=str)
+def test_indexing_under_the_rules_of_cuda_needs_no_gpu(index):
+    class Indexed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("order", torch.tensor([2, 0]))
+
+        def forward(self, x):
+            x[index] = x[index] + 1
+            return x[index] @ x[index].mT + x[:, self.order].sum()
+
+    rows = ledger.on_cuda(Indexed(), torch.randn(4, 4, 4))
+    low, wide = torch.float16, torch.float32
+    assert [(row.op, row.output) for row in rows if row.output] == [
+        ("add", wide),
+        ("matmul", low),
+        ("getitem", wide),
+        ("sum", wide),
+        ("add", low),
+    ]
+
+
 def test_adding_promotes_by_itself_and_multiplying_matrices_is_cast():
     x = torch.rand(3, 3)
     low = x.bfloat16()

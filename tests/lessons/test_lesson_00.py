@@ -33,8 +33,8 @@ def sources():
     [
         ([], "5 of 5 right: enter at lesson 1."),
         (["A4"], "4 of 5 right: enter at lesson 1, and look into A4 on the way."),
-        (["A1", "A6"], "3 of 5 right: enter at A1. Read A1, A6, skim the rest."),
-        (list(TRUTH), "0 of 5 right: enter at A1. Read A1, A2, A3, A4, A6, skim the rest."),
+        (["A1", "A6"], "3 of 5 right: read A1, A6, then lesson 1."),
+        (list(TRUTH), "0 of 5 right: read A1, A2, A3, A4, A6, then lesson 1."),
     ],
 )
 def test_the_answers_lead_to_an_entrance(sources, capsys, missed, said):

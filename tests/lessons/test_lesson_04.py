@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.each import each
-from torch.autograd import gradcheck
+from torch.amp import custom_fwd
+from torch.autograd import Function, gradcheck
 
 from amp_utils.course.notebook import load
 
@@ -39,13 +40,40 @@ def test_only_what_is_decorated_for_the_tensors_device_survives_autocast(lesson)
         assert lesson.distance(ours, torchs) < 1e-3
 
 
-def test_a_lean_product_keeps_what_torch_keeps_and_a_decorated_one_twice_as_much(lesson):
-    functions = torch.matmul, lesson.LeanProduct.apply, lesson.AmpProduct.apply
-    assert [lesson.in_bytes(lesson.kept(f, lesson.a, lesson.b)) for f in functions] == [
-        2 * 16 * 16 * 2,
-        2 * 16 * 16 * 2,
-        2 * 16 * 16 * 4,
-    ]
+def test_a_decorated_product_costs_memory_for_a_float32_activation_only(lesson):
+    x = torch.randn(128, 16)
+    for activation, sizes in ((x, [4608, 8192, 4608]), (x.to(lesson.low), [4608, 4096, 4608])):
+        activation.requires_grad_()
+        functions = torch.matmul, lesson.AmpProduct.apply, lesson.LeanProduct.apply
+        assert [lesson.kept(f, activation, lesson.b) for f in functions] == sizes
+
+
+def test_a_decorated_setup_context_stands_in_for_a_forward_without_ctx(lesson):
+    class Apart(Function):
+        forward = staticmethod(lambda a, b: a @ b)
+        backward = lesson.AmpProduct.backward
+
+        @staticmethod
+        @custom_fwd(device_type="cpu")
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+    ours, torchs = lesson.gradients(Apart.apply), lesson.gradients(torch.matmul)
+    assert lesson.distance(ours, torchs) < 1e-3
+
+
+def test_backward_inside_the_region_hides_what_the_lesson_shows(lesson):
+    with torch.autocast("cpu", dtype=lesson.low):
+        output = lesson.Product.apply(lesson.a, lesson.b)
+        inside = torch.autograd.grad(output.float().square().sum(), (lesson.a, lesson.b))
+    assert lesson.distance(inside, lesson.gradients(torch.matmul)) < 0.02
+
+
+@pytest.mark.full
+def test_a_decorated_function_compiles(lesson):
+    compiled = torch.compile(lesson.AmpProduct.apply, backend="aot_eager", fullgraph=True)
+    eager = lesson.gradients(lesson.AmpProduct.apply)
+    assert lesson.distance(lesson.gradients(compiled), eager) < 1e-3
 
 
 def test_a_lean_product_refuses_a_second_derivative(lesson):
@@ -83,8 +111,7 @@ def test_the_linear_function_is_torchs_and_as_lean(lesson):
     torch.testing.assert_close(lesson.Linear.apply(*inputs), F.linear(*inputs))
     assert gradcheck(lesson.Linear.apply, inputs)
     floats = [t.detach().float().requires_grad_() for t in inputs]
-    sizes = [lesson.in_bytes(lesson.kept(f, *floats)) for f in (lesson.Linear.apply, F.linear)]
-    assert sizes[0] == sizes[1]
+    assert lesson.kept(lesson.Linear.apply, *floats) == lesson.kept(F.linear, *floats)
 
 
 @each("size", [1.0, 100.0, 10_000.0])

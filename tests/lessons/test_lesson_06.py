@@ -50,8 +50,18 @@ def test_training_learns_and_survives_an_overflow(lesson):
 
 
 def test_who_is_called_and_who_is_warned(lesson):
-    assert lesson.first_step(None) == (1, pytest.approx(1.7), [])
+    assert lesson.first_step(3.0) == (1, pytest.approx(1.5), [])
     calls, weight, warnings = lesson.first_step(math.inf)
     assert (calls, weight, len(warnings)) == (0, 2.0, 1)
-    assert lesson.first_step(math.inf, ask=True) == (0, 2.0, [])
     assert lesson.first_step(math.inf, fused=True) == (1, 2.0, [])
+
+
+def test_the_alarm_counts_on_when_the_scale_is_dead(lesson):
+    weight, optimizer, scaler = lesson.begin(2.0**-148)
+    skips = 0
+    for _ in range(9):
+        optimizer.zero_grad()
+        scaler.scale((weight * math.inf).sum()).backward()
+        scaler.step(optimizer)
+        skips = lesson.guarded_update(scaler, skips, patience=99)
+    assert skips == 9 and scaler.get_scale() == 0

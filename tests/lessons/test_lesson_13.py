@@ -15,6 +15,7 @@ from amp_utils.course import ROOT
 from amp_utils.course.notebook import load
 from amp_utils.device import choose_device
 from amp_utils.launch import launch
+from amp_utils.threads import in_data_parallel
 
 CPU = torch.device("cpu")
 SCRIPT = ROOT / "notebooks" / "train_ddp.py"
@@ -49,13 +50,13 @@ def test_only_autocast_in_forward_reaches_a_thread(lesson, dtype):
         assert lesson.in_threads(lambda: lesson.Net(layer)(x).dtype) == [torch.float16] * 2
 
 
-def test_dataparallel_hands_on_the_switch_and_not_the_dtype(lesson):
+def test_dataparallel_hands_on_the_switch_and_not_the_dtype():
     x = torch.ones(2, 4, device=choose_device())
     kind, default = x.device.type, torch.get_autocast_dtype(x.device.type)
     other = torch.float16 if default == torch.bfloat16 else torch.bfloat16
 
     def dtypes():
-        return lesson.in_data_parallel(lambda x: torch.mm(x, x.T).dtype, x)
+        return in_data_parallel(lambda x: torch.mm(x, x.T).dtype, x)
 
     with torch.autocast(kind, dtype=other):
         assert dtypes() == [default] * 2

@@ -49,17 +49,6 @@ def test_a_missing_dimension_makes_the_fit_learn_the_mean(lesson, monkeypatch, s
     assert abs(right.weight.item() - 5) < 0.2 and right_losses[-1] < 0.02
 
 
-def test_squared_error_is_mse_loss_and_wants_one_shape(lesson):
-    a, b = torch.randn(4, 2), torch.randn(4, 2)
-    torch.testing.assert_close(lesson.squared_error(a, b), nn.functional.mse_loss(a, b))
-    with pytest.raises(ValueError, match=r"\[4, 2\] and \[2\] differ"):
-        lesson.squared_error(a, b[0])
-
-
-def test_the_comparison_of_speed_gives_a_ratio(lesson):
-    assert lesson.tiled_over_merged(2, 3, (4, 5, 6)) > 0
-
-
 @settings(max_examples=300)
 @given(SHAPES, SHAPES)
 def test_matched_is_torchs_rule(lesson, first, second):
