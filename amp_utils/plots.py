@@ -8,6 +8,7 @@ import io
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -95,11 +96,13 @@ def curves(
     x: Sequence[float] | None = None,
     dots: Collection[str] = (),
     log_x: bool = False,
+    spread: Mapping[str, tuple[Sequence[float], Sequence[float]]] | None = None,
 ) -> None:
     """Plot each series against `x`, or the step number, labelled at its end; a gap is inf or NaN.
 
     The y-axis is logarithmic unless `log` is off, and begins at `low`, where given; the x-axis is
-    with `log_x`. The series named in `dots` are separate points.
+    with `log_x`. The series named in `dots` are separate points; those in `spread` have a shaded
+    band from its lower to its upper line.
     """
     with _drawing(alt, (7, 3.2)) as axes:
         formats = [COLORS.get(label.split()[0]) for label in series]
@@ -111,6 +114,9 @@ def curves(
             if label in dots:
                 look |= {"linestyle": "", "marker": ".", "zorder": 1}
             axes.plot(x or range(1, len(values) + 1), values, **look)
+            if label in (spread or {}):
+                band = {"color": color, "alpha": 0.18, "linewidth": 0}
+                axes.fill_between(x or range(1, len(values) + 1), *spread[label], **band)
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel, yscale="log" if log else "linear")
         axes.set_ylim(bottom=low)
         axes.set_xscale("log" if log_x else "linear")
@@ -153,25 +159,32 @@ def number_line(
     names: Sequence[str] | None = None,
     mark: float | None = None,
     colors: Mapping[str, str] = COLORS,
+    symbols: str = "",
+    xlabel: str = "",
     title: str,
     alt: str,
 ) -> None:
     """The numbers of each row as strokes on a common line, with an axis that names only `ticks`.
 
     `names` are written at the ticks in place of their values; a dotted line through all rows stands
-    at `mark`. A row that `colors` does not name is black.
+    at `mark`. A row that `colors` does not name is black. With `symbols`, matplotlib's markers, the
+    first number of each row is drawn as the first of them, and so on around, in place of a stroke.
     """
     with _drawing(alt, (7.6, 0.42 * len(rows) + 0.9)) as axes:
         for y, (label, numbers) in enumerate(rows.items()):
             axes.plot([ticks[0], ticks[-1]], [-y, -y], color="#999999", linewidth=0.8)
-            axes.vlines(numbers, -y - 0.3, -y + 0.3, color=colors.get(label, BLACK), linewidth=1.4)
+            color = colors.get(label, BLACK)
+            for number, symbol in zip(numbers, cycle(symbols), strict=False):
+                axes.plot(number, -y, symbol, color=color, fillstyle="none", markersize=7)
+            if not symbols:
+                axes.vlines(numbers, -y - 0.3, -y + 0.3, color=color, linewidth=1.4)
         if mark is not None:
             axes.axvline(mark, color="#999999", linestyle=":", linewidth=1.2, zorder=0)
         axes.set_yticks(range(0, -len(rows), -1), list(rows))
         axes.set_xticks(ticks, names or [f"{tick:g}" for tick in ticks])
         axes.tick_params(left=False)
         axes.spines["left"].set_visible(False)
-        axes.set(title=title, ylim=(0.5 - len(rows), 0.6))
+        axes.set(title=title, xlabel=xlabel, ylim=(0.5 - len(rows), 0.6))
 
 
 def scale_history(

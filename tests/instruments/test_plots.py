@@ -60,6 +60,14 @@ def test_curves_stand_at_their_x_and_what_is_in_dots_is_not_joined(drawn):
     assert [figure.axes[0].get_xscale() for figure, *_ in drawn] == ["linear", "log"]
 
 
+def test_a_spread_is_shaded_from_its_lower_to_its_upper_line(drawn):
+    words = {"title": "t", "xlabel": "x", "ylabel": "y", "alt": "a", "log": False}
+    plots.curves({"up": [1.0, 2.0], "no": [3.0, 3.0]}, spread={"up": ([0.5, 1.5], [4, 5])}, **words)
+    (band,) = drawn[0][0].axes[0].collections
+    assert {1.5, 5.0} <= set(band.get_paths()[0].vertices[:, 1])
+    assert to_hex(band.get_facecolor()[0]) == to_hex(drawn[0][0].axes[0].lines[0].get_color())
+
+
 def test_each_curve_is_named_in_the_margin_where_it_ends_and_no_two_names_overlap(drawn):
     falling, rising = [1.0, 0.5, 0.01], [0.01, 0.5, 1.0]
     ends = {"fp32": falling, "bf16": falling, "up": rising, "high": [1.0], "gone": [math.nan]}
@@ -107,6 +115,17 @@ def test_the_number_line_has_a_mark_and_the_colors_that_are_asked_for(drawn):
         axes = drawn[-1][0].axes[0]
         assert axes.lines[-1].get_xdata() == [1.5, 1.5]
         assert to_hex(axes.collections[0].get_color()[0]) == to_hex(expected)
+
+
+def test_the_number_line_tells_the_first_numbers_of_all_rows_from_the_second_ones(drawn):
+    rows = {"a": [1, 2], "b": [3, 1]}
+    plots.number_line(rows, ticks=[1, 3], symbols="os", xlabel="times", title="t", alt="a")
+    axes = drawn[0][0].axes[0]
+    points = [
+        (*line.get_xdata(), line.get_marker()) for line in axes.lines if line.get_marker() in "os"
+    ]
+    assert points == [(1, "o"), (2, "s"), (3, "o"), (1, "s")] and axes.get_xlabel() == "times"
+    assert not axes.collections
 
 
 def test_the_scale_history_marks_skipped_steps_and_draws_errors_beneath(drawn):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.each import each
 from torch import nn
 
@@ -101,14 +100,8 @@ def test_angles_keep_positions_apart_in_any_region(lesson):
     torch.testing.assert_close(angles, torch.outer(positions, frequencies))
 
 
-def test_the_mended_step_trains_outside_and_measures_in_a_new_region(lesson):
-    torch.manual_seed(0)
-    lesson.net, lesson.x, lesson.labels = nn.Linear(8, 8), torch.randn(8, 8), torch.arange(8)
-    lesson.optimizer = torch.optim.SGD(lesson.net.parameters(), lr=0.1)
-    before = F.cross_entropy(lesson.net(lesson.x), lesson.labels)
-    assert lesson.mended() < before
-    assert lesson.faults(lesson.mended) == []
-    assert {found.name for found in lesson.faults(lesson.step)} == {
-        "stale casts",
-        "backward inside autocast",
-    }
+def test_angles_keep_float32_under_the_rules_of_cuda(lesson):
+    model = nn.Module()
+    model.forward = lesson.angles
+    *_, last = ledger.on_cuda(model, torch.arange(8.0), torch.ones(2))
+    assert last.output == torch.float32

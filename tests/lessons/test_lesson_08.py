@@ -1,5 +1,7 @@
 """The functions that lesson 8 defines."""
 
+import math
+
 import pytest
 import torch
 from support.each import each
@@ -8,7 +10,7 @@ from torch.nn.functional import mse_loss
 from amp_utils import models
 from amp_utils.course.notebook import load
 
-CPU = torch.device("cpu")
+CPU, F32 = torch.device("cpu"), torch.float32
 XY = models.pixel_grid(16)[torch.randperm(256, generator=torch.Generator().manual_seed(0))]
 WAVE = torch.sin(torch.pi * XY[:, :1]) * XY[:, 1:]
 
@@ -54,8 +56,9 @@ def test_the_page_drops_or_leaks_the_tail(lesson, batches, k):
 
 def test_hands_off_in_the_middle(lesson):
     assert lesson.two_micro_batches() == 2
-    assert lesson.two_micro_batches(lambda scaler, opt: scaler.unscale_(opt)) == 1025
-    assert lesson.two_micro_batches(lesson.look_and_update, growth_interval=1) == 2049 / 2048
+    assert lesson.two_micro_batches(lesson.look) == 1025
+    assert lesson.two_micro_batches(second=math.inf) == 0
+    assert lesson.two_micro_batches(lesson.look, second=math.inf) == math.inf
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         lesson.two_micro_batches(lambda scaler, opt: scaler.update())
     with pytest.raises(RuntimeError, match="already been called"):
@@ -63,13 +66,24 @@ def test_hands_off_in_the_middle(lesson):
 
 
 def test_training_in_bites_stays_near_the_big_batch_and_an_early_unscale_does_not(lesson):
-    big, lengths, _ = lesson.train(1, torch.float32)
-    (bites, *_), (early, cut, _) = (
-        lesson.train(8, torch.float16, look_early=look) for look in (False, True)
+    big, bites, early = (
+        lesson.train(*how) for how in ((1, F32), (8, torch.float16), (8, torch.float16, True))
     )
-    assert len(big) == len(bites) == 12
-    assert max(map(lesson.distance, bites, big)) < 0.003 < max(map(lesson.distance, early, big))
-    assert max(lengths) < 1 < min(cut)
+    assert len(big["path"]) == len(bites["path"]) == 12
+
+    def apart(run):
+        return max(map(lesson.distance, run["path"], big["path"]))
+
+    assert apart(bites) < 0.003 < apart(early)
+    assert max(bites["lengths"]) < 1 < min(early["lengths"])
+
+
+def test_the_penalty_on_inputs_survives_torchs_first_scale(lesson):
+    scaler = torch.amp.GradScaler("cpu")
+    penalty = lesson.input_penalty(lesson.new_net(), XY, scaler)
+    exact, x = lesson.new_net().double(), XY.double().requires_grad_()
+    (slope,) = torch.autograd.grad(exact(x).sum(), x)
+    assert penalty.item() == pytest.approx((slope.norm(dim=1) - 1).square().mean().item(), rel=0.02)
 
 
 def by_hand(lesson, unit=1.0, plain=1.0):

@@ -20,10 +20,12 @@ def lesson():
 
 def test_a_second_update_changes_no_loss_and_counts_twice(lesson):
     once = lesson.train(torch.float16, 6)
-    twice = lesson.train(torch.float16, 6, update_twice=True)
+    twice = lesson.train(torch.float16, 6, lesson.two_updates)
     assert once["losses"] == twice["losses"] and len(once["losses"]) == 12
     counts = [run["scaler"]["_growth_tracker"] for run in (once, twice)]
     assert counts == [6, 12]
+    three = lesson.train(torch.float16, 6, lesson.three_to_one)["scaler"]
+    assert three["_growth_tracker"] == 24
 
 
 def test_a_shared_region_hides_the_step_of_the_discriminator(lesson):

@@ -23,6 +23,7 @@ def lesson():
     rules = {"linear": "lower_precision", "scaled_dot_product_attention": "lower_precision"}
     given["RULES"] = {"cpu": rules | {"cross_entropy": "fp32"}}
     given["DTYPES"] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    given |= given["DTYPES"]
     return load("16", **given, width=64, batch=4, race_steps=4)
 
 

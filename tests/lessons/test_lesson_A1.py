@@ -9,7 +9,7 @@ from support.each import each
 
 from amp_utils.course.notebook import load
 
-GOOD = {"units": (100.0, 10.0, 1.0), "y_unit": 500.0}
+OLD, NEW = (1.0, 1.0), (10.0, 500.0)  # units of x and y
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def test_points_lie_on_the_curve_and_features_are_its_columns(lesson):
 
 
 def test_at_the_guides_learning_rate_only_the_intercept_is_late(lesson):
-    history = lesson.fit()
+    history = lesson.fit(0.1)
     error = (history[-1] - lesson.TRUTH).abs()
     assert history.shape == (1000, 3) and len(history.unique(dim=0)) == 1000
     assert error[0] < 0.01 and error[1] < 0.01 and error[2] > 0.1
@@ -33,18 +33,26 @@ def test_at_the_guides_learning_rate_only_the_intercept_is_late(lesson):
 
 def test_ten_times_the_learning_rate_arrives_from_any_start(lesson):
     for lesson.seed in (1, 2):
-        assert (lesson.fit((1.0,) * 3)[-1] - lesson.TRUTH).abs().max() < 1e-3
+        assert (lesson.fit(1.0)[-1] - lesson.TRUTH).abs().max() < 1e-3
     lesson.seed = 0
+
+
+def test_it_is_adams_memory_that_holds_the_intercept_back(lesson):
+    kept, wiped = lesson.fit(0.1), lesson.fit(0.1, wipe_at=200)
+    assert torch.equal(kept[:200], wiped[:200])
+    late, soon = ((weights[400] - lesson.TRUTH).abs()[2] for weights in (kept, wiped))
+    assert late > 0.5 > 0.01 > soon
 
 
 def test_to_adam_a_unit_is_a_learning_rate_and_to_sgd_it_is_not(lesson):
     lesson.steps = 200
-    by_rates = lesson.fit((0.5, 5.0, 50.0), start=(5.0, 50.0, 500.0))
-    torch.testing.assert_close(by_rates, lesson.fit(**GOOD), atol=2e-3, rtol=1e-3)
-    sgd = {"kind": torch.optim.SGD}
-    raw, good = lesson.fit((2e-4,) * 3, **sgd), lesson.fit((0.5,) * 3, **GOOD, **sgd)
+    by_rates = lesson.fit_in(*OLD, (0.5, 5.0, 50.0))
+    assert by_rates == pytest.approx(lesson.fit_in(*NEW, (0.1,) * 3), rel=1e-2, abs=2e-3)
+    sgd = torch.optim.SGD
+    old, new = lesson.fit_in(*OLD, (4e-4,) * 3, sgd), lesson.fit_in(*NEW, (0.5,) * 3, sgd)
+    assert old[-1] > 100 > 0.01 > new[-1]
+    assert not math.isfinite(sum(lesson.fit_in(*OLD, (1e-3,) * 3, sgd)))
     lesson.steps = 1000
-    assert (raw[-1] - lesson.TRUTH).abs()[2] > 1 > 0.01 > (good[-1] - lesson.TRUTH).abs().max()
 
 
 def test_refused_gives_the_reason_and_fails_where_there_is_none(lesson):

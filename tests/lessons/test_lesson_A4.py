@@ -39,8 +39,11 @@ def test_the_bit_operators_are_those_of_python(symbol):
 
 @each("a", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.float32])
 @each("b", [torch.bool, torch.int8, torch.int32, torch.float16, torch.bfloat16])
-def test_added_is_torchs_promotion(lesson, a, b):
-    assert lesson.added(a, b) == torch.promote_types(a, b) == lesson.added(b, a)
+def test_a_sum_promotes_and_a_product_of_matrices_refuses(lesson, a, b):
+    expected = str(torch.promote_types(a, b)).removeprefix("torch.")
+    assert lesson.meet(torch.add, a, b) == expected == lesson.meet(torch.add, b, a)
+    if a != b:
+        assert lesson.meet(torch.matmul, a, b) == "error"
 
 
 @each("way", ["by_slicing", "by_unbind", "by_sum"])

@@ -63,10 +63,12 @@ def test_an_island_loses_its_precision_in_the_compiled_backward_pass_unless_the_
     assert lesson.error(lesson.gradient(lesson.island, torch.bfloat16)) < 1e-6
     compiled = torch.compile(lesson.island, backend="aot_eager")
     assert 1e-4 < lesson.error(lesson.gradient(compiled, torch.bfloat16)) < 1e-1
-    w = lesson.weight.clone().requires_grad_()
-    inside = torch.compile(lesson.region_inside, backend="aot_eager")
-    inside(lesson.x, w).pow(2).mean().backward()
-    assert lesson.error(w.grad) < 1e-6
+    for inner, most in ((lesson.island, 1e-6), (lesson.interrupted, 1e-1)):
+        torch.compiler.reset()
+        w = lesson.weight.clone().requires_grad_()
+        inside = torch.compile(lesson.region_inside, backend="aot_eager")
+        inside(lesson.x, w, inner=inner).pow(2).mean().backward()
+        assert most / 1000 < lesson.error(w.grad) < most
 
 
 def test_the_fp16_island_loses_a_small_gradient_and_scaling_saves_it(lesson):
@@ -86,13 +88,6 @@ def test_the_recipe_has_eagers_gradients_and_float32_outputs(lesson):
         assert output.dtype == torch.float32
         found.append([parameter.grad.clone() for parameter in model.parameters()])
     torch.testing.assert_close(*found, rtol=0.02, atol=1e-4)
-
-
-@each("width", [1, 4])
-def test_windows_are_unfolds(lesson, width):
-    tensor, start = torch.arange(60.0).reshape(6, 10), torch.tensor([0, 1, 2, 3, 6, 6])
-    expected = tensor.unfold(1, width, 1)[torch.arange(6), start]
-    assert torch.equal(lesson.window_vectorised(tensor, start, width), expected)
 
 
 @each("largest", [1e-4, 9.9e-4, 1.1e-3, 5.0])

@@ -128,7 +128,7 @@ def test_every_cut_and_every_flipped_bit_of_an_archive_is_refused_by_name(lesson
 def test_reseeded_workers_differ_from_each_other_and_from_epoch_to_epoch(lesson):
     def own(**options) -> list[float]:
         loader = DataLoader(lesson.Dice(), batch_size=None, **FORK, **options)
-        return [item[2] for _ in range(2) for item in loader]
+        return [item[3] for _ in range(2) for item in loader]
 
     assert len(set(own(worker_init_fn=lesson.reseed))) == 4
     assert len(set(own())) == 1  # what reseed cures
