@@ -5,6 +5,7 @@ for each patient the illness, and what a healthy loop must measure: Python over 
 """
 
 import copy
+import itertools
 import math
 import textwrap
 import tomllib
@@ -39,7 +40,9 @@ WORDS = {  # what a verdict calls the measured things
     "dtypes": "the set of the weights' dtypes",
     "casts": "the number of casts of weights",
     "needless": "the number of searches for inf in gradients that bf16 made",
+    "formats": "the number of 16-bit formats that the layers' outputs have",
     "graphs": "the number of compiled graphs",
+    "slowest": "the largest ratio of a step's learning rate to the one before",
     "rates[0]": "the learning rate of the first step taken",
     "rates[-1]": "the learning rate of the last step",
     "len(rates)": "the number of steps taken",
@@ -72,6 +75,21 @@ class Chart:
     def needless(self) -> int:
         """Checks of all gradients in a run without fp16."""
         return 0 if "float16" in self.outputs else self.checks
+
+    @property
+    def bare(self) -> int:
+        """Steps taken in a run in fp16 that never looked for inf: no scaler was at work."""
+        return len(self.rates) if "float16" in self.outputs and not self.checks else 0
+
+    @property
+    def formats(self) -> int:
+        """How many 16-bit formats the linear layers' outputs have."""
+        return len(set(self.outputs) - {"float32"})
+
+    @property
+    def slowest(self) -> float:
+        """The largest ratio of the learning rates of two steps in a row."""
+        return max((b / a for a, b in itertools.pairwise(self.rates)), default=1.0)
 
     @property
     def learned(self) -> float:
@@ -178,12 +196,12 @@ def in_float32() -> Iterator[None]:
 
 
 @contextmanager
-def starting_at(scale: float | None) -> Iterator[None]:
-    """In this block every scaler starts at `scale`, whatever it is told; None leaves them alone."""
+def told(**settings: float) -> Iterator[None]:
+    """In this block every scaler has these settings, whatever else it is told."""
     init = torch.amp.GradScaler.__init__
 
-    def begin(self, device="cuda", init_scale=2.0**16, *args, **kwargs) -> None:
-        init(self, device, scale or init_scale, *args, **kwargs)
+    def begin(self, device="cuda", init_scale=2.0**16, **others) -> None:
+        init(self, device, **{"init_scale": init_scale, **others, **settings})
 
     with mock.patch.object(torch.amp.GradScaler, "__init__", begin):
         yield
@@ -230,22 +248,30 @@ class Ward:
         return run
 
     def _show(self, number: int | str, chart: Chart, other: str = "in float32") -> None:
-        print(_signs(chart, self.wide[number], chart.distance(self.meant[number]), other))
+        lost = other != "in float32" and PATIENTS[str(number)].get("astray")
+        apart = None if lost else chart.distance(self.meant[number])
+        print(_signs(chart, self.wide[number], apart, other))
 
     def judge(self, number: int | str, loop: Loop) -> None:
         """Raises AssertionError, with numbers, for a loop that is not healthy."""
         patient, self.seen = PATIENTS[str(number)], None
         self.seen = chart = self._observe(number, loop)
         self._judge(number, chart)
-        if start := patient.get("start"):  # a repair must not lean on one scale
-            with starting_at(start):
+        if settings := patient.get("told"):  # a repair must not lean on one scale
+            with told(**settings):
                 again = self._observe(number, loop)
-            self._judge(number, again, f"with a scaler that starts at {start:,.0f}, ")
+            said = " and ".join(f"{name}={value:,.0f}" for name, value in settings.items())
+            self._judge(number, again, f"with a scaler of {said}, ")
 
     def _judge(self, number: int | str, chart: Chart, when: str = "") -> None:
         patient, meant = PATIENTS[str(number)], self.meant[number]
         assert not chart.raised, f"{when}batch {len(chart.losses) + 1} raised {chart.raised}"
-        known = {name: getattr(chart, name) for name in ("narrow", "learned", "needless")}
+        assert patient.get("compiled") or not chart.bare, (
+            f"{when}{chart.bare} steps were taken in fp16 without a scaler: these gradients are "
+            "large enough for that, the next network's are not (lesson 5)"
+        )
+        shares = ("narrow", "learned", "needless", "formats", "slowest")
+        known = {name: getattr(chart, name) for name in shares}
         known |= vars(chart) | {"distance": chart.distance(meant), "gap": chart.gap(meant)}
         for healthy in patient["healthy"]:
             what, than, limit = healthy.split(" ", 2)
@@ -297,7 +323,7 @@ BORDERS = [0.02, 0.125, 0.375, 0.625, 0.875]
 WAYS = ["under 2% of", "under an eighth of", "a quarter of", "half", "three quarters of", "all of"]
 
 
-def _signs(chart: Chart, wide: Chart, distance: float, other: str) -> str:
+def _signs(chart: Chart, wide: Chart, distance: float | None, other: str) -> str:
     def course(losses: list[float], stopped: bool) -> str:
         shown = [losses[0], losses[len(losses) // 2], losses[-1]] if losses else []
         if stopped:
@@ -307,13 +333,15 @@ def _signs(chart: Chart, wide: Chart, distance: float, other: str) -> str:
     outputs = f"layers' outputs, {chart.casts} casts of weights"
     if chart.casts is None:
         outputs = "eager layers' outputs; what is compiled is not counted"
-    way = WAYS[bisect(BORDERS, distance)]  # coarse, so that every machine says the same
+    way = "no measure: the admitted loop is ill in float32 too"
+    if distance is not None:  # in coarse words, so that every machine says the same
+        way = f"{WAYS[bisect(BORDERS, distance)]} float32's way"
     rows = {
         "loss": course(chart.losses, bool(chart.raised)),
         other: wide.raised or course(wide.losses, False),
         "steps taken": f"{len(chart.rates)} of {len(wide.rates)}",
         "in 16 bits": f"{chart.narrow:.0%} of the {outputs}",
-        "off course": "not finite" if distance == math.inf else f"{way} float32's way",
+        "off course": "not finite" if distance == math.inf else way,
     }
     lines = [f"{name:<12} {value}" for name, value in rows.items()]
     stop = f"stopped at batch {len(chart.losses) + 1}: {chart.raised}"

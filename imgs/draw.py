@@ -97,7 +97,7 @@ def loss_scaling(axes: Axes) -> None:
 
 TREE = {
     "the loss is NaN": [
-        ("in the very first loss?", "A number above 65504: divide\nfirst, or take bf16. 14, 17"),
+        ("in the very first loss?", "A number above 65504: divide\nfirst, or take bf16. 17"),
         ("after Adam's first step?", "fp16 weights, and eps is 0:\nkeep float32 weights. 9"),
         ("only when compiled?", "The backward pass inherits\nautocast. 19"),
         ("only scaled gradients,\nnow and then?", "Nothing: the scaler is\nsearching. 7, 25"),
@@ -106,6 +106,7 @@ TREE = {
         ("casts: a handful?", "A region around the\nwhole loop. 12"),
         ("scaler, and a clip?", "unscale_ first, once\na step. 4, 8"),
         ("few steps taken?", "Skips: look at schedule,\ncheckpoint, range. 15–18"),
+        ("small gradients, fp16?", "They underflow: start\nat a larger scale. 14"),
         ("16-bit weights, averages\nor positions?", "Keep them in\nfloat32. 10, 11, 13"),
     ],
     "it is slower": [
@@ -138,7 +139,7 @@ def decision_tree(axes: Axes) -> None:
         axes.text(x + 0.1, (begin + end) / 2, words, va="center", fontsize=10)
 
     for y, words, answer in (
-        (9.3, "does it raise?", "Read the message to its end, then look further up. 1–7"),
+        (9.3, "does it raise?", "Read the message to its end; the cause may be another line. 1–7"),
         (8.1, "the same in float32?", "It is not AMP: data 23, learning rate 24, or the model."),
     ):
         box(0, y, 3.3, 0.7, words, LOW)
@@ -150,7 +151,7 @@ def decision_tree(axes: Axes) -> None:
         arrow(x + 1.65, 7.64, 7.28)
         box(x, 6.55, 3.3, 0.7, symptom, FULL)
         for row, (question, answer) in enumerate(rows):
-            y = 6.15 - 1.6 * row
+            y = 6.15 - 1.28 * row
             style = {"va": "top", "fontsize": 10, "linespacing": 1.15}
             axes.text(x + 0.05, y, question, fontweight="bold", **style)
             lower = y - 0.06 - 0.28 * (1 + question.count("\n"))

@@ -167,6 +167,11 @@ class Loop:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-12)
         self.healthy()
 
+    def small_scale(self):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        self.scaler.scale(1e-6 * self.loss()).backward()
+        self.finish()
+
     def pure(self):
         F.mse_loss(self.net(self.x).float(), self.x.float()).backward()
         self.optimizer.step()
@@ -352,6 +357,7 @@ FAULTS = [
     ),
     ("backward inside autocast", "the loss", "backward_inside", {}, *AMP),
     ("scale near zero", "the scaler", "dying_scale", {}, *AMP),
+    ("scale too small", "the scaler", "small_scale", {}, *AMP),
     ("eps is zero", "AdamW on fp16 weights", "pure", {"weights": FP16}, "plain", {}),
     (
         "updates are lost",

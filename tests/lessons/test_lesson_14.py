@@ -60,12 +60,16 @@ def test_every_patient_has_its_repairs():
 def test_right_repairs_are_accepted_and_wrong_ones_refused(ward, number):
     sick, repairs = CELLS[f"loop-{number}"], PATIENTS[number]
     ward.admit(number)(loop_of(sick))
-    own = loop_of(CELLS[f"{'solution' if number in 'XYZ' else 'mended'}-{number}"])
+    own_source = CELLS[f"{'solution' if number in 'XYZ' else 'mended'}-{number}"]
+    own = loop_of(own_source)
     if number != "25":  # who is healthy
         assert judged(ward, number, loop_of(sick)).startswith("ill: ")
         assert repr(ward.seen.losses) == repr(ward.ill[number].losses)
     for loop in (own, *(loop_of(sick, edits) for edits in repairs["right"])):
         assert judged(ward, number, loop) == "healthy"
+    if "GradScaler(device.type" in own_source and "bfloat16" not in own_source:
+        bare = own_source.replace("GradScaler(device.type", "GradScaler(device.type, enabled=False")
+        assert "without a scaler" in judged(ward, number, loop_of(bare))
     for edits in repairs["wrong"]:
         assert judged(ward, number, loop_of(sick, edits)).startswith("ill: "), edits
 
