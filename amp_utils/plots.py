@@ -146,8 +146,8 @@ def range_bars(formats: Sequence[Format], *, title: str, alt: str) -> None:
             low, normal, high = map(math.log2, values)
             axes.barh(-y, high - normal, left=normal, color=BLUE, height=0.6)
             axes.barh(-y, normal - low, left=low, height=0.6, **pale)
-            axes.text(low - 2, -y, f"2^{low:.0f}", ha="right", va="center", fontsize=9)
-            axes.text(high + 2, -y, f"{fmt.max:.5g}", ha="left", va="center", fontsize=9)
+            axes.text(low - 2, -y, f"$2^{{{low:.0f}}}$", ha="right", va="center", fontsize=9)
+            axes.text(high + 2, -y, f"≈ $2^{{{high:.0f}}}$", ha="left", va="center", fontsize=9)
         axes.set_yticks(range(0, -len(formats), -1), [fmt.name for fmt in formats])
         axes.set(title=title, xlabel="power of two (hatched: subnormal)", xlim=(-190, 180))
 
@@ -210,10 +210,11 @@ def scale_history(
             above.plot(*zip(*marks, strict=True), label="skipped: inf or NaN", **cross)
         if any(scale > 0 for scale in scales):
             above.set_yscale("log", base=2)
+            above.set_ylim(top=4 * max(scales))
         above.set(title=title, ylabel="loss scale")
         _label_ends(above)
         for i, (label, values) in enumerate((errors or {}).items()):
-            look = {"color": CYCLE[i % 6], "linestyle": LINES[i % 6], "label": label}
+            look = {"color": "#777777" if i else BLACK, "linestyle": LINES[i % 6], "label": label}
             axes[1, 0].plot(range(1, len(values) + 1), values, **look)
         if errors:
             axes[1, 0].set(ylabel="error (share of variance)", yscale="log")
