@@ -146,8 +146,8 @@ def range_bars(formats: Sequence[Format], *, title: str, alt: str) -> None:
             low, normal, high = map(math.log2, values)
             axes.barh(-y, high - normal, left=normal, color=BLUE, height=0.6)
             axes.barh(-y, normal - low, left=low, height=0.6, **pale)
-            axes.text(low - 2, -y, f"2^{low:.0f}", ha="right", va="center", fontsize=9)
-            axes.text(high + 2, -y, f"{fmt.max:.5g}", ha="left", va="center", fontsize=9)
+            axes.text(low - 2, -y, f"$2^{{{low:.0f}}}$", ha="right", va="center", fontsize=9)
+            axes.text(high + 2, -y, f"≈ $2^{{{high:.0f}}}$", ha="left", va="center", fontsize=9)
         axes.set_yticks(range(0, -len(formats), -1), [fmt.name for fmt in formats])
         axes.set(title=title, xlabel="power of two (hatched: subnormal)", xlim=(-190, 180))
 

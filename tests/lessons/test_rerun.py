@@ -71,7 +71,7 @@ def rehearse(path, parameters, tmp_path):
 def test_a_lesson_runs_with_other_parameters_and_leaves_no_tensor_on_the_cpu(name, tmp_path):
     assert name in OTHER, f"name a parameter of {name} to run it again with"
     result, notebook = rehearse(LESSONS[name], OTHER[name], tmp_path)
-    assert (result["error"], result["strays"]) == (None, [])
+    assert (result["error"], result["changed"], result["strays"]) == (None, [], [])
     assert all(c["execution_count"] for c in notebook["cells"] if c["cell_type"] == "code")
 
 
