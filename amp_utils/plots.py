@@ -210,10 +210,11 @@ def scale_history(
             above.plot(*zip(*marks, strict=True), label="skipped: inf or NaN", **cross)
         if any(scale > 0 for scale in scales):
             above.set_yscale("log", base=2)
+            above.set_ylim(top=4 * max(scales))
         above.set(title=title, ylabel="loss scale")
         _label_ends(above)
         for i, (label, values) in enumerate((errors or {}).items()):
-            look = {"color": CYCLE[i % 6], "linestyle": LINES[i % 6], "label": label}
+            look = {"color": "#777777" if i else BLACK, "linestyle": LINES[i % 6], "label": label}
             axes[1, 0].plot(range(1, len(values) + 1), values, **look)
         if errors:
             axes[1, 0].set(ylabel="error (share of variance)", yscale="log")

@@ -31,10 +31,17 @@ def sources():
 @each(
     "missed, said",
     [
-        ([], "5 of 5 right: enter at lesson 1."),
-        (["A4"], "4 of 5 right: enter at lesson 1, and look into A4 on the way."),
-        (["A1", "A6"], "3 of 5 right: read A1, A6, then lesson 1."),
-        (list(TRUTH), "0 of 5 right: read A1, A2, A3, A4, A6, then lesson 1."),
+        ([], "5 of 5 right. Your way: lesson 1."),
+        (["A4"], "4 of 5 right. Your way: lesson 1; A4 when a lesson sends you there."),
+        (
+            ["A1", "A6"],
+            "3 of 5 right. Your way: A1 → lesson 1; A6 when a lesson sends you there.",
+        ),
+        (
+            list(TRUTH),
+            "0 of 5 right. Your way: A1 → A2 → A3 → lesson 1; "
+            "A4 and A6 when a lesson sends you there.",
+        ),
     ],
 )
 def test_the_answers_lead_to_an_entrance(sources, capsys, missed, said):
@@ -45,7 +52,12 @@ def test_the_answers_lead_to_an_entrance(sources, capsys, missed, said):
     namespace = {"torch": torch, "nn": torch.nn, "DataLoader": torch.utils.data.DataLoader}
     exec(filled, namespace)
     exec(sources[VERDICT], namespace)
-    assert capsys.readouterr().out == said + "\n"
+    way, *corrected = capsys.readouterr().out.splitlines()
+    assert way == said
+    assert corrected == [
+        f"{name}: you wrote {WRONG[name]}; PyTorch says {namespace['right'][name]}"
+        for name in missed
+    ]
     assert namespace["right"] == TRUTH
 
 

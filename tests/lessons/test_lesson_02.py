@@ -78,6 +78,17 @@ def test_the_naive_forms_fail_where_the_lesson_says(lesson):
     )
 
 
+def test_subtracting_the_maximum_does_not_guard_a_long_sum_in_fp16(lesson):
+    zeros = torch.zeros(70_000).half()
+    labels = F.one_hot(torch.tensor(0), 70_000)
+    assert lesson.guide_softmax(zeros).float().sum() == 0
+    assert lesson.softmax(zeros).float().sum().item() == pytest.approx(1, abs=0.01)
+    assert lesson.softmax(zeros).dtype == torch.float16
+    assert lesson.cross_entropy(labels, zeros).item() == pytest.approx(math.log(70_000))
+    sizes = [zeros[:n].log_softmax(0).isfinite().all().item() for n in (65_519, 65_520)]
+    assert sizes == [True, False], "torch's own log_softmax, of which the lesson speaks"
+
+
 @each("dtype", [torch.float16, torch.bfloat16])
 def test_a_variance_from_one_pass_is_lost_in_16_bits(lesson, dtype):
     x = 10 + 0.1 * torch.randn(10_000, generator=torch.Generator().manual_seed(7))

@@ -100,5 +100,5 @@ def test_the_recipes_peaks_are_those_of_real_tensors(lesson, batch, width):
 
 def test_suspects_are_those_that_could_have_done_it(lesson):
     assert lesson.suspects(67.0, 989.0, 80.0) == ["H100"]
-    assert lesson.suspects(67.1, 1.0, 1.0) == ["RTX 4090"]
+    assert lesson.suspects(67.1, 1.0, 1.0) == ["RTX 4090", "RTX 5090"]
     assert "RTX 3070" not in lesson.suspects(1.0, 1.0, 8.1)

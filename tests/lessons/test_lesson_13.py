@@ -47,7 +47,10 @@ def test_only_autocast_in_forward_reaches_a_thread(lesson, dtype):
     layer, x = nn.Linear(4, 4), torch.ones(2, 4)
     with torch.autocast("cpu", dtype=dtype):
         assert lesson.in_threads(lambda: layer(x).dtype, 3) == [torch.float32] * 3
-        assert lesson.in_threads(lambda: lesson.Net(layer)(x).dtype) == [torch.float16] * 2
+        assert (
+            lesson.in_threads(lambda: lesson.Net(layer, torch.float16)(x).dtype)
+            == [torch.float16] * 2
+        )
 
 
 def test_dataparallel_hands_on_the_switch_and_not_the_dtype():

@@ -135,7 +135,20 @@ def test_a_cache_in_float32_changes_nothing(lesson, pieces):
     torch.testing.assert_close(cached, net(line[None])[0], rtol=1e-3, atol=1e-3)
 
 
-def test_a_text_written_with_a_cache_in_float32_is_the_text(lesson):
-    net = awake(lesson)
-    cached = lesson.write(net, 12, lambda line: lesson.cached_logits(net, line, torch.float32))
-    assert cached == lesson.write(net, 12) and len(set(cached)) > 1
+@each(
+    "way, bytes_per_parameter",
+    [((torch.float32, None), [4, 4, 8]), ((torch.bfloat16, None), [2, 2, 4])],
+)
+def test_the_bytes_of_each_kind(lesson, pieces, way, bytes_per_parameter):
+    held = lesson.held
+    held.__globals__.update(x=pieces[0], y=pieces[1])
+    held.__globals__["parameters"] = sum(p.numel() for p in lesson.new_net(64, 0).parameters())
+    *kinds, _ = held(*way)
+    assert kinds == bytes_per_parameter
+
+
+def test_autocast_saves_where_a_batch_waits_for_the_backward_pass(lesson):
+    pieces = lesson.draw(lesson.learned, 32, 16, torch.Generator().manual_seed(0))
+    lesson.held.__globals__.update(x=pieces[0], y=pieces[1], parameters=1)
+    fp32, bf16 = (lesson.held(torch.float32, low) for low in (None, torch.bfloat16))
+    assert fp32[:3] == bf16[:3] and 0.5 < bf16[3] / fp32[3] < 0.8
