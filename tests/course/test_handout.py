@@ -430,7 +430,7 @@ def test_the_search_finds_the_lesson_first(built, visit):
     for words, lesson in {
         "subnormal": "1 · Float formats",
         "unscale_ clip": "7 · Clipping unscaled gradients",
-        "Kahan": "1 · Float formats",
+        "Kahan": "15 · The precision ladder",
         "checkpoint": "11 · Checkpoints and inference",
     }.items():
         box.fill(words)
