@@ -5,6 +5,7 @@ for each patient the illness, and what a healthy loop must measure: Python over 
 """
 
 import copy
+import inspect
 import itertools
 import math
 import textwrap
@@ -200,8 +201,10 @@ def told(**settings: float) -> Iterator[None]:
     """In this block every scaler has these settings, whatever else it is told."""
     init = torch.amp.GradScaler.__init__
 
-    def begin(self, device="cuda", init_scale=2.0**16, **others) -> None:
-        init(self, device, **{"init_scale": init_scale, **others, **settings})
+    def begin(*args, **others) -> None:
+        given = inspect.signature(init).bind(*args, **others)
+        given.arguments.update(settings)
+        init(*given.args, **given.kwargs)
 
     with mock.patch.object(torch.amp.GradScaler, "__init__", begin):
         yield

@@ -113,10 +113,11 @@ def curves(
             look = {"color": color, "linestyle": LINES[i % len(LINES)], "label": label}
             if label in dots:
                 look |= {"linestyle": "", "marker": ".", "zorder": 1}
-            axes.plot(x or range(1, len(values) + 1), values, **look)
+            steps = x or range(1, len(values) + 1)
+            axes.plot(steps, values, **look)
             if label in (spread or {}):
                 band = {"color": color, "alpha": 0.18, "linewidth": 0}
-                axes.fill_between(x or range(1, len(values) + 1), *spread[label], **band)
+                axes.fill_between(steps, *spread[label], **band)
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel, yscale="log" if log else "linear")
         axes.set_ylim(bottom=low)
         axes.set_xscale("log" if log_x else "linear")
