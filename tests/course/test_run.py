@@ -145,13 +145,14 @@ def start(course: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, preexec_fn=heed_interrupts, **pipes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "number"),
     [
         ("05", signal.SIGINT),
-        pytest.param("05", signal.SIGTERM, marks=pytest.mark.full),
-        pytest.param("05 --save", signal.SIGINT, marks=pytest.mark.full),
-        pytest.param("05 --save", signal.SIGTERM, marks=pytest.mark.full),
+        ("05", signal.SIGTERM),
+        ("05 --save", signal.SIGINT),
+        ("05 --save", signal.SIGTERM),
     ],
 )
 def test_an_interrupted_run_leaves_nothing_behind(course, arguments, number):
