@@ -94,7 +94,7 @@ def opened(browser) -> Iterator[Callable]:
         contexts.append(browser.new_context(**options))
         contexts[-1].route("**/*", refuse)
         page = contexts[-1].new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(LIMIT * 1000)
         page.on("pageerror", lambda error: wrong.append(f"a script failed: {error}"))
         if address:
             page.route("/".join(address.split("/")[:3]) + "/**", lambda route: route.continue_())
