@@ -32,7 +32,7 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "A2_modules": {"noise": 0.8, "steps": 600, "seed": 1},
     "A3_broadcasting": {"steps": 80, "seed": 3},
     "A4_operators": {"rows": 60, "columns": 3, "repeats": 3, "seed": 1},
-    "A5_compile": {"backend": "aot_eager", "numbers": 1000, "repeats": 3, "seed": 1},
+    "A5_compile": {"backend": "aot_eager", "numbers": 2000, "repeats": 3, "seed": 1},
     "13_data_parallel": {"ranks": 3, "steps": 8, "overflow_step": 2, "seed": 1},
     "15_precision_ladder": {"steps": 40, "seeds": 1, "seed": 5},
     "16_small_language_model": {"precision": "bf16", "context": 8, "steps": 3, "race_steps": 2},
