@@ -63,8 +63,7 @@ def scales(blocks: Tensor, fmt: Format, kind: str = "fp32") -> Tensor:
         case _:
             allowed = ", ".join(map(repr, KINDS))
             raise ValueError(f"kind = {kind!r} is not known: give one of {allowed}.")
-    scale = torch.where(largest.isfinite(), scale, math.nan)
-    return torch.where(largest == 0, 1.0, scale)
+    return scale.masked_fill(largest == 0, 1.0).masked_fill(~largest.isfinite(), math.nan)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

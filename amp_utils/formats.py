@@ -115,21 +115,20 @@ class Format:
             return tensor.detach().clone()
         x = tensor.detach()
         x = (x.cpu() if x.device.type == "mps" else x).double()  # Apple's GPUs have no float64
-        # Each element's spacing, a power of two, from its float64 bits; for infinity and NaN any
-        # will do. 1023 is float64's bias.
-        exponent = (x.view(torch.int64) >> 52 & 0x7FF).clamp(self._min_exponent + 1023, 2046)
-        quantum = (exponent - self.mantissa_bits << 52).view(torch.float64)
+        # Each element's spacing, from its power of two: the exponent bits of its float64 alone. For
+        # infinity and NaN any will do, so the largest one is that of the largest float64.
+        powers = (x.view(torch.int64) & 0x7FF << 52).view(torch.float64)
+        quantum = (powers * self.eps).clamp(self.smallest_subnormal, 2.0**971)
         steps = x / quantum
         if noise is None:
-            steps = torch.round(steps)
+            steps.round_()
         else:
             steps = torch.copysign((steps.abs() + noise.to(x)).floor(), x)
-        rounded = steps * quantum
+        rounded = steps.mul_(quantum)
         if self.finite_only:
-            rounded = rounded.clamp(-self.max, self.max)
+            rounded.clamp_(-self.max, self.max)
         else:
-            overflow = torch.copysign(torch.full_like(x, math.inf), x)
-            rounded = torch.where(rounded.abs() > self.max, overflow, rounded)
+            rounded = torch.where(rounded.abs() > self.max, x * math.inf, rounded)
         if self.max > torch.finfo(tensor.dtype).max:
             lost = rounded.isfinite() & (rounded.abs() > torch.finfo(tensor.dtype).max)
             if lost.any():

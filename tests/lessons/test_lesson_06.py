@@ -63,5 +63,16 @@ def test_the_alarm_counts_on_when_the_scale_is_dead(lesson):
         optimizer.zero_grad()
         scaler.scale((weight * math.inf).sum()).backward()
         scaler.step(optimizer)
-        skips = lesson.guarded_update(scaler, skips, patience=99)
+        skips = lesson.guarded_update(scaler, skips, patience=99, floor=0)
     assert skips == 9 and scaler.get_scale() == 0
+
+
+def test_the_alarm_hears_a_scale_that_sinks_one_skip_at_a_time(lesson):
+    weight, optimizer, scaler = lesson.begin()
+    with pytest.raises(RuntimeError, match="1 skip.* in a row, scale 0.5"):
+        for i in range(1, 2000):
+            optimizer.zero_grad()
+            scaler.scale((weight * (1.0 if i % 8 else math.inf)).sum()).backward()
+            scaler.step(optimizer)
+            lesson.guarded_update(scaler, 0)
+    assert weight.isfinite()
