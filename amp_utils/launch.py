@@ -101,6 +101,7 @@ def _be_a_rank() -> None:
     """
     threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
     del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as Python does for a script
     runpy.run_path(sys.argv[0], run_name="__main__")
     done, ranks = Path(f"done{os.environ['RANK']}"), int(os.environ["WORLD_SIZE"])
     done.touch()  # nobody hangs up while another still reads

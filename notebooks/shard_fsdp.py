@@ -1,11 +1,8 @@
-"""FSDP2 with mixed precision: torchrun --nproc-per-node 2 shard_fsdp.py"""
+"""FSDP2 with mixed precision: what train_ddp.py measures on each of its ranks."""
 
-import argparse
 import math
-import os
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -50,8 +47,9 @@ def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> di
     with Traffic() as traffic:
         output = net(torch.ones(4, 2, device=device))
         output.float().square().mean().backward()
+    own = torch.cat([p.grad.to_local().flatten() for p in net.parameters()]).norm().item()
     norm = nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0)
-    seen |= {"norm": type(norm).__name__, "length": norm.full_tensor().item()}
+    seen |= {"norm": type(norm).__name__, "length": norm.item(), "own": own}
     seen |= {"gathers": len(traffic.messages["allgather"])}
     seen |= {name: " ".join(sorted({*dtypes})) for name, dtypes in traffic.messages.items()}
     return seen | {"output": str(output.dtype), "gradient": str(weight.grad.dtype)}
@@ -75,26 +73,7 @@ def overflow_in_one_piece(rank: int, ranks: int, device: torch.device) -> dict:
     return {"infinities": infinities, "moved": moved, "scale": scaler.get_scale()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cpu")
-    chosen = parser.parse_args()
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    enough = chosen.device == "cuda" and torch.cuda.device_count() >= ranks
-    device = torch.device("cuda", rank) if enough else torch.device("cpu")
-    if enough:
-        torch.cuda.set_device(rank)
-    meeting = os.environ.get("INIT_METHOD", "env://")
-    dist.init_process_group(
-        "nccl" if enough else "gloo", init_method=meeting, rank=rank, world_size=ranks
-    )
-
-    saved = {name: dtypes(device, ranks, policy) for name, policy in POLICIES.items()}
-    saved["overflow"] = overflow_in_one_piece(rank, ranks, device)
-    torch.save(saved, f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+def measure(rank: int, ranks: int, device: torch.device) -> dict:
+    """The dtypes under each policy, and the step with an infinity."""
+    seen = {name: dtypes(device, ranks, policy) for name, policy in POLICIES.items()}
+    return seen | {"overflow": overflow_in_one_piece(rank, ranks, device)}

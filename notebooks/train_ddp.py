@@ -13,6 +13,19 @@ from torch.nn.parallel import DistributedDataParallel
 Message = torch.futures.Future[torch.Tensor]
 
 
+def join(wanted: str) -> tuple[int, int, torch.device]:
+    """Meet the other ranks: this one's number, how many there are, and its device."""
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"  # torchrun sets them
+    rank, ranks, local, neighbours = (int(os.environ[name]) for name in names)
+    device, backend = torch.device("cpu"), "gloo"
+    if wanted == "cuda" and torch.cuda.device_count() >= neighbours:
+        device, backend = torch.device("cuda", local), "nccl"
+        torch.cuda.set_device(device)
+    meeting = os.environ.get("INIT_METHOD", "env://")  # `launch` sets another
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks)
+    return rank, ranks, device
+
+
 def points() -> tuple[torch.Tensor, torch.Tensor]:
     """240 points of a square and the height of a wave there."""
     x = torch.cartesian_prod(torch.linspace(-1, 1, 16), torch.linspace(-1, 1, 15))
@@ -20,7 +33,7 @@ def points() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(
-    rank, ranks, device, dtype, steps, overflow_step=-1, wrap=lambda net: net, seed=0
+    rank, ranks, device, dtype, steps, overflow_step=0, wrap=lambda net: net, seed=0
 ) -> dict:
     """Train on this rank's share of the points; the weights, losses and skips of each step."""
     torch.manual_seed(seed + rank)
@@ -31,7 +44,7 @@ def train(
         device.type, init_scale=1024.0, enabled=dtype == torch.float16
     )
     story = {"weights": [], "loss": [], "finite": [], "skipped": []}
-    for step in range(steps):
+    for step in range(1, steps + 1):
         x, y = points()
         if step == overflow_step:
             y[-1] = math.inf  # the last sample belongs to the last rank
@@ -77,21 +90,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--overflow-step", type=int, default=5)
+    parser.add_argument("--overflow-step", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
 
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    enough = chosen.device == "cuda" and torch.cuda.device_count() >= ranks
-    backend, device = ("nccl", f"cuda:{rank}") if enough else ("gloo", "cpu")
-    if enough:
-        torch.cuda.set_device(rank)
-    meeting = os.environ.get("INIT_METHOD", "env://")
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks)
+    from shard_fsdp import measure  # the file beside this one
 
-    device, saved = torch.device(device), {"backend": backend}
+    rank, ranks, device = join(chosen.device)
+    saved = {"backend": dist.get_backend()}
     for dtype in (torch.float32, torch.float16):
-        bad = chosen.overflow_step if dtype == torch.float16 else -1
+        bad = chosen.overflow_step if dtype == torch.float16 else 0
         settings = chosen.steps, bad, DistributedDataParallel, chosen.seed
         saved[str(dtype)] = train(rank, ranks, device, dtype, *settings)
     saved["every"] = accumulate(rank, ranks, device, quiet=False)
@@ -101,6 +109,7 @@ def main() -> None:
         DistributedDataParallel(nn.Linear(1, 1), device_ids=[0, 1])
     except ValueError as error:
         saved["two devices"] = str(error)
+    saved["fsdp"] = measure(rank, ranks, device)
     torch.save(saved, f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

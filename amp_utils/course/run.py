@@ -74,6 +74,7 @@ def run_lesson(
             parameters,
             cwd=path.parent,
             progress_bar=False,
+            start_timeout=300,  # a crowded machine may need more than papermill's minute
             on_cell_executed=step,
             coalesce_streams=True,  # one output per stream, however often it was flushed
             extra_arguments=["--IPKernelApp.log_level=50"],  # no traceback after Ctrl-C

@@ -210,15 +210,19 @@ def test_a_pair_runs_from_end_to_end(call, capsys):
 
 @pytest.mark.full
 def test_the_sweep_and_the_loop_run_the_same_grid(monkeypatch, tmp_path):
+    """With the lesson cut to its parameters."""
+    lesson = json.loads((bench.ROOT / bench.LESSON).read_text("utf-8"))
+    cells = [cell for cell in lesson["cells"] if "parameters" in str(cell["metadata"])]
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / bench.LESSON).write_text(json.dumps(lesson | {"cells": cells}))
     kept = []
     monkeypatch.setattr(bench, "TemporaryDirectory", lambda: Kept(tmp_path, kept))
-    small = bench.GRID | {"seed": [0], "steps": [2]}
-    bench.sweep_of(bench.ROOT, small)()
-    loop = bench.LOOP.replace(str([*bench.GRID.values()]), str([*small.values()]))
-    bench.run_python("-c", loop)
+    monkeypatch.setattr(bench, "ROOT", tmp_path)
+    bench.sweep_of(tmp_path, bench.GRID)()
+    bench.run_python("-c", bench.LOOP)
     for folder in kept:
         found = [path for path in folder.rglob("*.ipynb") if not path.name.startswith(".")]
-        assert len(found) == 2
+        assert len(found) == 6
 
 
 class Kept:

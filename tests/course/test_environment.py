@@ -23,7 +23,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.processes import answers, wait_for
+from support.processes import LIMIT, answers, wait_for
 
 from amp_utils.course import bootstrap, notebook
 
@@ -201,13 +201,13 @@ def test_lab_answers_on_loopback_and_wants_its_token(tmp_path):
         contents = f"{address}/api/contents/notebooks"
         wait_for(lambda: answers(address))  # Jupyter prints its address before it listens there
         with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(contents, timeout=60)
-        with urllib.request.urlopen(f"{contents}?token={token}", timeout=60) as answer:
+            urllib.request.urlopen(contents, timeout=LIMIT)
+        with urllib.request.urlopen(f"{contents}?token={token}", timeout=LIMIT) as answer:
             names = [entry["name"] for entry in json.load(answer)["content"]]
         assert "00_start_here.ipynb" in names
     finally:
         os.killpg(lab.pid, signal.SIGTERM)
-        lab.wait(60)
+        lab.wait(LIMIT)
 
 
 # --- what stops an installation is one sentence
@@ -334,7 +334,7 @@ class Project:
     def install(self) -> tuple[int, str, str]:
         """Exit status, standard output and standard error of one call."""
         process, out, err = self.start()
-        return process.wait(300), out.read_text(), err.read_text()
+        return process.wait(LIMIT), out.read_text(), err.read_text()
 
     def tiny(self) -> str:
         """What the environment's own Python finds of the tiny package."""
@@ -372,22 +372,21 @@ def test_the_second_call_does_nothing_and_a_changed_lock_is_followed_in_place(pr
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_an_interrupted_installation_is_repaired_by_the_next_call(project, number):
-    building = project.slow()
-    process, _, err = project.start()
-    wait_for(building.exists)
-    os.killpg(process.pid, number)
-    assert process.wait(60) == (130 if number == signal.SIGINT else -number)
-    if number == signal.SIGINT:
-        said = err.read_text().splitlines()[-1]  # below what pip says
-        assert said == "Interrupted: the next call repairs the installation."
-    assert not bootstrap.is_ready(project.folder)
-    broken = project.venv / "half-written"
-    broken.touch()
+def test_an_interrupted_installation_is_repaired_by_the_next_call(project):
+    for number in (signal.SIGINT, signal.SIGKILL):
+        building = project.slow()
+        process, _, err = project.start()
+        wait_for(building.exists)
+        os.killpg(process.pid, number)
+        assert process.wait(LIMIT) == (130 if number == signal.SIGINT else -number)
+        if number == signal.SIGINT:
+            said = err.read_text().splitlines()[-1]  # below what pip says
+            assert said == "Interrupted: the next call repairs the installation."
+        assert not bootstrap.is_ready(project.folder)
+        (project.venv / "half-written").touch()
     (project.folder / "slow").unlink()
     assert project.install()[0] == 0
-    assert project.tiny() == "1.0" and not broken.exists()  # built anew
+    assert project.tiny() == "1.0" and not (project.venv / "half-written").exists()  # built anew
     assert project.install() == (0, "", "")
 
 
@@ -400,7 +399,7 @@ def test_two_calls_at_once_build_one_environment(project):
     waiting = "Installing into .venv, after any make that does already: some minutes.\n"
     wait_for(out.read_text)
     (project.folder / "slow").unlink()
-    assert first.wait(120) == second.wait(120) == 0
+    assert first.wait(LIMIT) == second.wait(LIMIT) == 0
     assert out.read_text() == waiting and project.tiny() == "1.0", "the second installed nothing"
 
 

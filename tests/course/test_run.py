@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbformat import v4
-from support.processes import ended, wait_for_number
+from support.processes import LIMIT, ended, wait_for_number
 
 from amp_utils import lesson
 from amp_utils.course import run
@@ -145,13 +145,14 @@ def start(course: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, preexec_fn=heed_interrupts, **pipes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "number"),
     [
         ("05", signal.SIGINT),
-        pytest.param("05", signal.SIGTERM, marks=pytest.mark.full),
-        pytest.param("05 --save", signal.SIGINT, marks=pytest.mark.full),
-        pytest.param("05 --save", signal.SIGTERM, marks=pytest.mark.full),
+        ("05", signal.SIGTERM),
+        ("05 --save", signal.SIGINT),
+        ("05 --save", signal.SIGTERM),
     ],
 )
 def test_an_interrupted_run_leaves_nothing_behind(course, arguments, number):
@@ -159,7 +160,7 @@ def test_an_interrupted_run_leaves_nothing_behind(course, arguments, number):
     process = start(course, *arguments.split())
     kernel = wait_for_number(course / "kernel.pid")
     process.send_signal(number)
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, out) == (130, "")
     assert "Interrupted: nothing half-done is left behind.\n" in err and "Traceback" not in err
     assert left(course) == []
@@ -172,7 +173,7 @@ def test_a_killed_run_leaves_nothing_that_looks_finished(course):
     process = start(course, "05")
     kernel = wait_for_number(course / "kernel.pid")
     process.kill()
-    process.communicate(timeout=180)
+    process.communicate(timeout=LIMIT)
     assert left(course) == [".05_gradient_underflow.partial.ipynb"]
     os.kill(kernel, signal.SIGKILL)  # it would notice by itself when its cell ends
 

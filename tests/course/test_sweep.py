@@ -20,7 +20,7 @@ from filelock import FileLock
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nbformat import v4
-from support.processes import ended, wait_for, wait_for_number
+from support.processes import LIMIT, ended, wait_for, wait_for_number
 
 from amp_utils.course import report, run, sweep
 from amp_utils.course.__main__ import main
@@ -161,7 +161,7 @@ POINTS = st.lists(st.tuples(TEXTS, TEXTS), min_size=2)
 READERS = st.sampled_from([str, run.parse_value])  # a grid's values are all texts, or all are read
 
 
-@settings(derandomize=True, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(POINTS, READERS)
 @example([("False", "0"), ("false", "0"), ("0", "0"), ("0.0", "0")], str)
 @example([("true", "1"), ("1", "1"), ("1.0", "1"), ("inf", "1"), ("nan", "1")], run.parse_value)
@@ -385,7 +385,7 @@ def test_an_interrupted_sweep_leaves_no_kernel(course):
     process = start(course, "--set", "steps=1,2,3", "--jobs", "2", "--out", "out")
     kernels = [wait_for_number(course / f"kernel.{steps}") for steps in (1, 2)]
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=LIMIT)
     assert (process.returncode, out) == (130, "")
     assert "Interrupted: the same command finishes what is missing.\n" in err
     assert "Traceback" not in err and all(map(ended, kernels))
@@ -398,13 +398,13 @@ def test_workers_of_a_killed_sweep_stop_and_the_same_command_finishes(course):
     process = start(course, *arguments)
     kernels = [wait_for_number(course / f"kernel.{steps}") for steps in (1, 2)]
     process.kill()
-    process.wait(180)
+    process.wait(LIMIT)
     (course / "go").touch()  # which ends the cells under way; no worker starts another
     assert all(map(ended, kernels))
     process.stdout.close()
     assert not list(course.glob("second.*")) and not (course / "kernel.3").exists()
     assert not list(course.glob(f"out/*/{SLOW}.ipynb"))
-    out, err = start(course, *arguments).communicate(timeout=180)
+    out, err = start(course, *arguments).communicate(timeout=LIMIT)
     assert out.splitlines()[-1] == "3 of 3 runs are finished: see out/report.html", err
     assert len(list(course.glob("second.*"))) == 3
     assert not list(course.rglob(".*.ipynb"))
@@ -490,7 +490,7 @@ def test_a_dask_cluster_takes_the_runs(course, call):
     try:
         processes += [dask("worker", *file, "--nthreads", "1") for _ in range(2)]
         wait_for(about.exists)
-        with Client(scheduler_file=str(about), set_as_default=False, timeout=180) as client:
+        with Client(scheduler_file=str(about), set_as_default=False, timeout=LIMIT) as client:
             wait_for(lambda: len(client.nthreads()) == 2)
             address = client.scheduler.address
         status, out, err = call(f"1 --set steps=1,2,3,4 --out out --scheduler {address}")
@@ -503,7 +503,7 @@ def test_a_dask_cluster_takes_the_runs(course, call):
         for process in processes:
             process.terminate()
         for process in processes:
-            process.wait(180)
+            process.wait(LIMIT)
 
 
 @pytest.mark.full

@@ -54,6 +54,7 @@ def test_without_a_compiler_the_lesson_goes_on(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_compiler_that_is_not_there_is_one_sentence(monkeypatch, tmp_path):
     import torch._inductor.config
 

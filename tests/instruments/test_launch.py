@@ -61,6 +61,7 @@ def processes(folder: Path, ranks: int = 2) -> set[int]:
     return {int(number) for note in notes for number in note.split()}
 
 
+@pytest.mark.full
 def test_a_rank_that_fails_ends_the_launch_with_its_reason(tmp_path, temporary, capsys):
     polite = WAIT.replace("signal.signal(", "(")
     fail = polite.replace("time.sleep(600)", FAIL_ONCE_BOTH_ARE_THERE)

@@ -9,9 +9,8 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook, writes
 from support.processes import LIMIT
 
-from amp_utils import lesson
 from amp_utils.course import ROOT
-from amp_utils.course.notebook import lessons, read
+from amp_utils.course.notebook import lessons
 
 LESSONS = {path.stem: path for path in lessons(ROOT / "notebooks")}
 OTHER = {  # one parameter that is not the default, and smaller where that saves time
@@ -30,7 +29,7 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "12_checkerboard_cnn": {"precision": "bf16", "steps": 20, "seeds": 2, "squares": 2},
     "14_debugging_clinic": {"steps": 24, "seed": 1},
     "A1_tensors_and_autograd": {"steps": 600, "seed": 4},
-    "A2_modules": {"noise": 0.8, "steps": 6000, "seed": 1},
+    "A2_modules": {"noise": 0.8, "steps": 600, "seed": 1},
     "A3_broadcasting": {"steps": 200, "seed": 3},
     "A4_operators": {"rows": 60, "columns": 3, "repeats": 3, "seed": 1},
     "A5_compile": {"backend": "aot_eager", "numbers": 1000, "repeats": 3, "seed": 1},
@@ -46,14 +45,6 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
         "seed": 1,
     },
 }
-
-
-def rerun(name, runs, parameters):
-    from amp_utils.course import run
-
-    run.run_lesson(LESSONS[name], runs, parameters, step=lambda **_: None)
-    assert [path.name for path in runs.iterdir()] == [f"{name}.ipynb"]
-    return read(runs / f"{name}.ipynb")
 
 
 def rehearse(path, parameters, tmp_path):
@@ -72,6 +63,9 @@ def test_a_lesson_runs_with_other_parameters_and_leaves_no_tensor_on_the_cpu(nam
     assert name in OTHER, f"name a parameter of {name} to run it again with"
     result, notebook = rehearse(LESSONS[name], OTHER[name], tmp_path)
     assert (result["error"], result["changed"], result["strays"]) == (None, [], [])
+    assert result["asked"] == sum(
+        "guess" in c["metadata"].get("tags", []) for c in notebook["cells"]
+    )
     assert all(c["execution_count"] for c in notebook["cells"] if c["cell_type"] == "code")
 
 
@@ -103,36 +97,15 @@ def test_a_tensor_left_on_the_cpu_is_found(tmp_path):
 
 
 @pytest.mark.full
-def test_a_parameter_reaches_the_results(tmp_path):
-    parameters = {"precision": "bf16", "steps": 3, "size": 16, "width": 8, "seeds": 2}
-    results = lesson.recorded(rerun("12_checkerboard_cnn", tmp_path, parameters))
-    assert sorted(results["pixel_accuracy"]) == ["bf16", "fp32"]
-    assert 0 <= results["pixel_accuracy"]["bf16"] <= 1
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("number", "name", "value", "sentence"),
-    [
-        (
-            "12",
-            "precision",
-            "fp12",
-            "'fp12' is not allowed: give one of 'all', 'fp32', 'bf16', ",
-        ),
-        ("05", "steps", "many", "'many' is not allowed: give a whole number from 1 to 10000."),
-        ("06", "init_scale", "inf", "inf is not allowed: give a finite number at least 1e-06 and"),
-    ],
-)
-def test_a_wrong_parameter_is_one_sentence_at_the_console(number, name, value, sentence, tmp_path):
+def test_a_wrong_parameter_is_one_sentence_at_the_console(tmp_path):
     (tmp_path / "notebooks").symlink_to(ROOT / "notebooks")
-    command = [sys.executable, "-m", "amp_utils.course", "--root", str(tmp_path), "run", number]
+    command = [sys.executable, "-m", "amp_utils.course", "--root", str(tmp_path), "run", "6"]
     done = subprocess.run(
-        [*command, "-p", name, value], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
+        [*command, "-p", "init_scale", "inf"], capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode != 0 and "Traceback" not in done.stdout + done.stderr
     # On a crowded machine ZeroMQ may speak of itself while a kernel is being stopped.
     said = [line for line in done.stderr.splitlines() if "signaler.cpp" not in line]
-    assert len(said) == 1 and said[0].startswith(f"{name} = {sentence}"), done.stderr
-    finished = {f"{stem}.ipynb" for stem in LESSONS}
-    assert not finished & {path.name for path in tmp_path.glob("runs/*")}
+    sentence = "init_scale = inf is not allowed: give a finite number at least 1e-06 and"
+    assert len(said) == 1 and said[0].startswith(sentence), done.stderr
+    assert not list(tmp_path.glob("runs/06_grad_scaler.ipynb"))

@@ -94,7 +94,7 @@ def opened(browser) -> Iterator[Callable]:
         contexts.append(browser.new_context(**options))
         contexts[-1].route("**/*", refuse)
         page = contexts[-1].new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(LIMIT * 1000)
         page.on("pageerror", lambda error: wrong.append(f"a script failed: {error}"))
         if address:
             page.route("/".join(address.split("/")[:3]) + "/**", lambda route: route.continue_())
@@ -115,12 +115,20 @@ def visit(opened) -> Callable:
     return lambda path, **options: opened(address=path.as_uri(), **options)
 
 
-def violations(page, part: str | None = None) -> str:
-    """What axe finds on a page, or in a part of it, against WCAG 2.2 AA: a line each, or ""."""
+def violations(page, part: str | None = None, dark: bool = True) -> str:
+    """What axe finds on a page, or in a part of it, against WCAG 2.2 AA: a line each, or "".
+
+    In the `dark` it looks at contrast only: nothing else depends on colours.
+    """
     from axe_playwright_python.sync_playwright import Axe
 
     options = {
         "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"],
         "rules": {"label-content-name-mismatch": {"enabled": True}},  # an experiment until 4.13
     }
-    return Axe().run(page, context=part, options=options).generate_snapshot()
+    found, frame = "", "requestAnimationFrame"
+    for scheme, asked in [("dark", {"runOnly": ["color-contrast"]})] * dark + [("light", options)]:
+        page.emulate_media(color_scheme=scheme)
+        page.evaluate(f"new Promise(done => {frame}(() => {frame}(done)))")  # the page has heard
+        found += Axe().run(page, context=part, options=asked).generate_snapshot()
+    return found

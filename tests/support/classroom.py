@@ -35,7 +35,7 @@ import websocket
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))  # also where this file is run as a script
 
-from support.processes import wait_for  # noqa: E402
+from support.processes import LIMIT, wait_for  # noqa: E402
 
 PASSWORD = "only for this test"
 CONFIGURATION = ROOT / ".jupyterhub" / "jupyterhub_config.py"
@@ -78,7 +78,7 @@ def hub(students: int, proxy: str, folder: Path) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGINT)  # the hub stops the students' servers and the proxy
             try:
-                process.wait(180)
+                process.wait(LIMIT)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -125,12 +125,12 @@ class Student:
 
     def login(self, password: str = PASSWORD) -> None:
         """Fill in the form and get a token for the rest. HTTPError 403 for a wrong password."""
-        with self.browser.open(f"{self.address}/hub/login", timeout=120):
+        with self.browser.open(f"{self.address}/hub/login", timeout=LIMIT):
             pass
         form = {"username": self.name, "password": password, "_xsrf": self._xsrf()}
         data = urllib.parse.urlencode(form).encode()
         no_spawn = f"{self.address}/hub/login?next=%2Fhub%2Ftoken"
-        with self.browser.open(no_spawn, data, timeout=120):
+        with self.browser.open(no_spawn, data, timeout=LIMIT):
             pass
         self.token = self.ask("POST", "/hub/api/users/{name}/tokens", {"note": "class"})["token"]
 
@@ -148,7 +148,7 @@ class Student:
         url = self.address + path.format(name=self.name)
         data = None if body is None else json.dumps(body).encode()
         with self.browser.open(
-            urllib.request.Request(url, data, headers, method=method), timeout=300
+            urllib.request.Request(url, data, headers, method=method), timeout=LIMIT
         ) as answer:
             text = answer.read()
         return json.loads(text) if text else None
@@ -171,7 +171,7 @@ class Student:
         said = []
         channel = websocket.create_connection(
             f"{server}/api/kernels/{kernel}/channels",
-            timeout=300,
+            timeout=LIMIT,
             header=[f"Authorization: token {self.token}"],
         )
         try:

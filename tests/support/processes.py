@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-LIMIT = 180
+LIMIT = 600
 T = TypeVar("T")
 
 

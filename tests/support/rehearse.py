@@ -1,9 +1,9 @@
 """Run a lesson as `gpu` does, then its networks on fake CUDA tensors: arguments LESSON OUT JSON.
 
 Each question's cells run twice, as they do for somebody who guesses and then runs them again.
-Prints one JSON object: the lesson's `error`, the questions that `changed` their answer or failed
-the second time, how many networks were `tried`, those that stopped because a tensor was left on
-the CPU (`strays`), and those that need a real GPU (`unknown`).
+Prints one JSON object: the lesson's `error`, how many questions were `asked` twice, those that
+`changed` their answer or failed the second time, how many networks were `tried`, those that
+stopped because a tensor was left on the CPU (`strays`), and those that need a real GPU (`unknown`).
 """
 
 import json
@@ -50,7 +50,7 @@ class Again:
     """An `after` for `cells.run`: once a question is answered, its cells run a second time."""
 
     def __init__(self) -> None:
-        self.question, self.changed = [], []
+        self.question, self.changed, self.asked = [], [], 0
 
     def __call__(self, cell: Mapping[str, Any], namespace: dict[str, Any]) -> None:
         source = "".join(cell["source"])
@@ -63,7 +63,7 @@ class Again:
         self.question.append(source)
         if "lesson.predict(" in source:
             name, *sources = self.question
-            self.question = []
+            self.question, self.asked = [], self.asked + 1
             outputs = [cells.execute(again, f"<again {name}>", namespace) for again in sources]
             failed = [o for some in outputs for o in some if o["output_type"] == "error"]
             here = cell["metadata"].get("tags", [])
@@ -97,7 +97,7 @@ def main(lesson: str, out: str, parameters: str) -> None:
             text = f"{type(network).__name__}: {type(error).__name__}: {error}".splitlines()[0]
             (strays if STRAY.search(str(error)) else unknown).append(text)
     error, tried = notebook["metadata"]["amp_utils"]["error"], len(watch.networks)
-    result = {"error": error, "changed": again.changed, "tried": tried}
+    result = {"error": error, "asked": again.asked, "changed": again.changed, "tried": tried}
     print(json.dumps(result | {"strays": strays, "unknown": unknown}))
 
 

@@ -96,6 +96,7 @@ def test_every_row_of_the_table_is_python_s(arithmetic):
     assert looked > 100
 
 
+@full
 def test_each_kind_agrees_with_the_policy_of_its_op():
     """A box's row says what `ledger.policy` says of the op."""
     data = figure.measure(Block(), torch.arange(8).reshape(1, 8))

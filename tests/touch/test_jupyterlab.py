@@ -14,15 +14,15 @@ TALL = {"viewport": {"width": 1200, "height": 900 * len(EXAMPLES)}}  # so that n
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
 
 
-@pytest.fixture(scope="module")
-def lab(browser, tmp_path_factory):
+@pytest.fixture
+def lab(browser, tmp_path):
     """A running JupyterLab, and a notebook there with every figure as a saved output."""
-    folder, cells = tmp_path_factory.mktemp("lab"), []
+    cells = []
     for example in EXAMPLES.values():
         shown = new_output("display_data", {"text/html": html(example), "text/plain": "figure"})
         cells.append(new_code_cell("1", outputs=[shown], execution_count=1))
-    nbformat.write(new_notebook(cells=cells, metadata=KERNEL), folder / "figures.ipynb")
-    with jupyterlab(folder) as running:
+    nbformat.write(new_notebook(cells=cells, metadata=KERNEL), tmp_path / "figures.ipynb")
+    with jupyterlab(tmp_path) as running:
         yield running
 
 
@@ -32,7 +32,7 @@ def figures(page):
     return zip(EXAMPLES, outputs.all(), strict=True)
 
 
-def test_untrusted_the_drawing_is_seen_and_nothing_else(lab, opened):
+def test_untrusted_a_figure_is_a_drawing_and_trusted_it_is_alive(lab, opened):
     page = opened(address=f"{lab.address}/lab/tree/figures.ipynb?reset", **TALL)
     for name, output in figures(page):
         picture = output.get_by_role("img")
@@ -40,8 +40,8 @@ def test_untrusted_the_drawing_is_seen_and_nothing_else(lab, opened):
         assert picture.evaluate("image => image.complete && image.naturalWidth") > 200, name
         assert output.inner_text().strip() == "" and not output.locator("script").count(), name
 
+    page.close()
 
-def test_trusted_the_figure_is_alive_keeps_its_keys_and_follows_the_theme(lab, opened):
     subprocess.run(
         [sys.executable, "-m", "jupyter", "trust", lab.folder / "figures.ipynb"],
         env=lab.environment,
