@@ -72,14 +72,6 @@ def test_an_fp16_accumulator_sticks_and_sum_does_not(lesson, way):
     assert lesson.by_sum(ones).item() == 3000
 
 
-def test_outside_is_what_numpy_says(lesson):
-    x = torch.randn(200, generator=torch.Generator().manual_seed(1))
-    x[::7] = torch.nan
-    with np.errstate(invalid="ignore"):
-        expected = ~((x.numpy() >= -0.5) & (x.numpy() <= 1))
-    assert lesson.outside(x, -0.5, 1).tolist() == expected.tolist()
-
-
 @each("width", [1, 2, 9])
 def test_moving_mean_is_a_convolution(lesson, width):
     x = torch.rand(40, generator=torch.Generator().manual_seed(3)).double()
