@@ -13,7 +13,7 @@ import tomllib
 import warnings
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config
+from torch.amp import GradScaler
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +33,8 @@ Batches = list[tuple[Tensor, Tensor]]
 Loop = Callable[[nn.Module, Batches], Iterable[float]]
 PATIENTS = tomllib.loads(Path(__file__).with_name("clinic.toml").read_text("utf-8"))
 NARROW = (torch.float16, torch.bfloat16)
-THAN = {"<": "below ", ">": "above ", "<=": "at most ", "==": ""}
+THAN = {"<": "below ", ">": "above ", "<=": "at most ", "==": "", "!=": "other than "}
+HIGH = 2.0**24  # a first loss scale from which every scaler has to come down
 WORDS = {  # what a verdict calls the measured things
     "distance": "the distance from float32's weights, as a share of their way,",
     "gap": "the largest difference from float32's losses, as a share of the largest,",
@@ -42,7 +44,9 @@ WORDS = {  # what a verdict calls the measured things
     "casts": "the number of casts of weights",
     "needless": "the number of searches for inf in gradients that bf16 made",
     "formats": "the number of 16-bit formats that the layers' outputs have",
-    "graphs": "the number of compiled graphs",
+    "graphed": "the number of layers' outputs with a graph for backward",
+    "graphs": "the number of graphs whose backward is compiled as well",
+    "scalers": "the number of scalers made or restored, where each day is a process of its own,",
     "slowest": "the largest ratio of a step's learning rate to the one before",
     "rates[0]": "the learning rate of the first step taken",
     "rates[-1]": "the learning rate of the last step",
@@ -62,10 +66,14 @@ class Chart:
     outputs: list[str] = field(default_factory=list)  # dtypes of what linear layers returned
     casts: int | None = 0  # of weights to 16 bits; None where they were not counted
     checks: int = 0  # of all gradients for inf and NaN
+    blind: int = 0  # steps taken with gradients that are inf or NaN
+    backwards: int = 0
+    scalers: int = 0  # made, or restored from a state
+    graphed: int = 0  # outputs of linear layers that a backward may need
     weights: dict[str, Tensor] = field(default_factory=dict)  # afterwards, in float64
     moved: dict[str, float] = field(default_factory=dict)  # length of each weight's way
     dtypes: set[str] = field(default_factory=set)  # of the weights, afterwards
-    graphs: int = 0  # that torch.compile has made
+    graphs: int = 0  # that torch.compile has made, with their backward
 
     @property
     def narrow(self) -> float:
@@ -74,8 +82,8 @@ class Chart:
 
     @property
     def needless(self) -> int:
-        """Checks of all gradients in a run without fp16."""
-        return 0 if "float16" in self.outputs else self.checks
+        """Checks of all gradients in a run in bf16."""
+        return self.checks if set(self.outputs) & {"float16", "bfloat16"} == {"bfloat16"} else 0
 
     @property
     def bare(self) -> int:
@@ -133,18 +141,24 @@ def observe(loop: Loop, net: nn.Module, batches: Batches, counting: bool = True)
 
     `counting` (of casts and checks) must be off for a loop that compiles.
     """
-    chart, before, made = Chart(len(batches)), _weights(net), counters["stats"]["unique_graphs"]
+    chart, before, made = Chart(len(batches)), _weights(net), counters["aot_autograd"]["ok"]
     chart.casts = 0 if counting else None
 
     def stepped(optimizer, *_) -> None:
         chart.rates.append(optimizer.param_groups[0]["lr"])
+        held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        chart.blind += not all(g.isfinite().all() for g in held if g is not None)
 
     def returned(layer, _, output) -> None:
         if isinstance(layer, nn.Linear) and not torch.compiler.is_compiling():
             chart.outputs.append(str(output.dtype)[6:])
+            chart.graphed += output.requires_grad
 
     with ExitStack() as stack:
         stack.enter_context(_quiet())
+        stack.enter_context(_counted(torch.autograd, "backward", chart, "backwards"))
+        for name in ("__init__", "load_state_dict"):
+            stack.enter_context(_counted(GradScaler, name, chart, "scalers"))
         stack.callback(register_optimizer_step_post_hook(stepped).remove)
         stack.callback(register_module_forward_hook(returned).remove)
         try:
@@ -155,13 +169,26 @@ def observe(loop: Loop, net: nn.Module, batches: Batches, counting: bool = True)
         except Exception as error:  # a patient may raise anything
             chart.raised = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     chart.weights, chart.dtypes = _weights(net), {str(p.dtype)[6:] for p in net.parameters()}
-    chart.graphs = counters["stats"]["unique_graphs"] - made
+    chart.graphs = counters["aot_autograd"]["ok"] - made
     chart.moved = {name: (chart.weights[name] - was).norm().item() for name, was in before.items()}
     return chart
 
 
 def _weights(net: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().cpu().double() for name, p in net.named_parameters()}
+
+
+def _counted(where: object, name: str, chart: Chart, row: str) -> AbstractContextManager:
+    """In this block the chart counts the calls of `where.name`, but not of scalers turned off."""
+    call = getattr(where, name)
+
+    def counted(first, *args, **kwargs):
+        result = call(first, *args, **kwargs)
+        on = not isinstance(first, GradScaler) or first.is_enabled()
+        setattr(chart, row, getattr(chart, row) + on)
+        return result
+
+    return mock.patch.object(where, name, counted)
 
 
 @contextmanager
@@ -177,12 +204,12 @@ def _quiet() -> Iterator[None]:
 @contextmanager
 def in_float32() -> Iterator[None]:
     """In this block autocast and scalers do nothing, and the 16-bit formats are float32."""
-    off, scaler = torch.autocast("cpu", enabled=False), torch.amp.GradScaler
+    off = torch.autocast("cpu", enabled=False)
     instead = {
         (torch, "float16"): torch.float32,
         (torch, "bfloat16"): torch.float32,
         (torch, "autocast"): lambda *_, **__: off,
-        (torch.amp, "GradScaler"): lambda *_, **__: scaler(enabled=False),
+        (torch.amp, "GradScaler"): lambda *_, **__: GradScaler(enabled=False),
         **{
             (kind, name): kind.float
             for kind in (nn.Module, Tensor)
@@ -199,14 +226,14 @@ def in_float32() -> Iterator[None]:
 @contextmanager
 def told(**settings: float) -> Iterator[None]:
     """In this block every scaler has these settings, whatever else it is told."""
-    init = torch.amp.GradScaler.__init__
+    init = GradScaler.__init__
 
     def begin(*args, **others) -> None:
         given = inspect.signature(init).bind(*args, **others)
         given.arguments.update(settings)
         init(*given.args, **given.kwargs)
 
-    with mock.patch.object(torch.amp.GradScaler, "__init__", begin):
+    with mock.patch.object(GradScaler, "__init__", begin):
         yield
 
 
@@ -222,16 +249,25 @@ class Ward:
         self.found: dict[int | str, list[str]] = {}  # what the doctor said of them
         self.seen: Chart | None = None  # of the loop that was judged last
 
-    def _observe(self, number: int | str, loop: Loop, clean: str = "x") -> Chart:
+    def _observe(
+        self, number: int | str, loop: Loop, clean: str = "x", counting: bool = True
+    ) -> Chart:
         torch.manual_seed(self.seed)
-        counting = not PATIENTS[str(number)].get("compiled")
+        counting = counting and not PATIENTS[str(number)].get("compiled")
         batches = [(eval(clean, {"x": x}), y) for x, y in self.batches]
         return observe(loop, self.network(), batches, counting)
 
     def illness(self, number: int | str, guess: object = None) -> str | list[str]:
-        """Its letter in the lesson's list; two where there are two; a guess that is as right."""
-        patient, guess = PATIENTS[str(number)], str(guess).strip().upper()
-        return guess if guess == patient.get("or") else patient["illness"]
+        """Its letter in the lesson's list; two where there are two; a guess that is as right.
+
+        Two letters may come in either order, as a list or as a word.
+        """
+        patient = PATIENTS[str(number)]
+        words = guess if isinstance(guess, list | tuple) else [guess]
+        letters = sorted(filter(str.isalpha, "".join(map(str, words)).upper()))
+        right = letters in (sorted(patient["illness"]), [patient.get("or")])
+        shown = guess.upper() if isinstance(guess, str) else guess
+        return shown if right else patient["illness"]
 
     def admit(self, number: int | str) -> Callable[[Loop], Loop]:
         """A decorator that runs a sick loop and prints its vital signs."""
@@ -255,16 +291,34 @@ class Ward:
         apart = None if lost else chart.distance(self.meant[number])
         print(_signs(chart, self.wide[number], apart, other))
 
-    def judge(self, number: int | str, loop: Loop) -> None:
-        """Raises AssertionError, with numbers, for a loop that is not healthy."""
+    def judge(self, number: int | str, loop: Loop, signs: bool = False) -> None:
+        """Raises AssertionError, with numbers, for a loop that is not healthy.
+
+        With `signs`, its vital signs are printed first.
+        """
         patient, self.seen = PATIENTS[str(number)], None
         self.seen = chart = self._observe(number, loop)
+        if signs:
+            self._show(number, chart, "old, float32")
         self._judge(number, chart)
+        if chart.checks and "float16" in chart.outputs:
+            self._strain(number, loop)
         if settings := patient.get("told"):  # a repair must not lean on one scale
             with told(**settings):
                 again = self._observe(number, loop)
             said = " and ".join(f"{name}={value:,.0f}" for name, value in settings.items())
             self._judge(number, again, f"with a scaler of {said}, ")
+
+    def _strain(self, number: int | str, loop: Loop) -> None:
+        """Asks whether a loop in fp16 skips the steps whose gradients overflow."""
+        with told(init_scale=HIGH):
+            chart = self._observe(number, loop, counting=False)
+        when = f"with a scaler of init_scale={HIGH:,.0f}, "
+        assert not chart.blind, (
+            f"{when}{chart.blind} of {len(chart.rates)} steps were taken with gradients that are "
+            "inf or NaN; `scaler.step` would have skipped them"
+        )
+        assert chart.rates or chart.raised, f"{when}no step is taken: the scale never comes down"
 
     def _judge(self, number: int | str, chart: Chart, when: str = "") -> None:
         patient, meant = PATIENTS[str(number)], self.meant[number]
@@ -273,14 +327,21 @@ class Ward:
             f"{when}{chart.bare} steps were taken in fp16 without a scaler: these gradients are "
             "large enough for that, the next network's are not (lesson 5)"
         )
+        first, was, data = chart.losses[:1], meant.losses[:1], patient.get("data", "")
+        same = first and abs(first[0] / was[0] - 1) < 0.08
+        assert same or not math.isfinite(was[0]), (
+            f"{when}the first loss is {(first or [math.nan])[0]:.2g}, and that of the admitted "
+            f"loop in float32 {was[0]:.2g}{data}: this is another task"
+        )
         shares = ("narrow", "learned", "needless", "formats", "slowest")
         known = {name: getattr(chart, name) for name in shares}
         known |= vars(chart) | {"distance": chart.distance(meant), "gap": chart.gap(meant)}
-        for healthy in patient["healthy"]:
+        for healthy in ("needless == 0", *patient["healthy"]):
             what, than, limit = healthy.split(" ", 2)
             value = eval(what, known)
             value = f"{value:.3g}" if isinstance(value, float) else value
             said = f"{when}{WORDS[what]} is {value}, and should be {THAN[than]}{eval(limit, known)}"
+            said += data if what == "distance" else ""
             assert eval(healthy, known), said
 
     def repair(self, number: int | str) -> Callable[[Loop], None]:

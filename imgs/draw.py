@@ -100,22 +100,22 @@ TREE = {
         ("in the very first loss?", "A number above 65504: divide\nfirst, or take bf16. 17"),
         ("after Adam's first step?", "fp16 weights, and eps is 0:\nkeep float32 weights. 9"),
         ("only when compiled?", "The backward pass inherits\nautocast. 19"),
-        ("only scaled gradients,\nnow and then?", "Nothing: the scaler is\nsearching. 7, 25"),
+        ("only scaled gradients,\nnow and then?", "Nothing: the scaler is\nsearching. 7, 21"),
     ],
     "the loss is flat, or wrong": [
         ("casts: a handful?", "A region around the\nwhole loop. 12"),
         ("scaler, and a clip?", "unscale_ first, once\na step. 4, 8"),
         ("few steps taken?", "Skips: look at schedule,\ncheckpoint, range. 15–18"),
-        ("small gradients, fp16?", "They underflow: start\nat a larger scale. 14"),
-        ("16-bit weights, averages\nor positions?", "Keep them in\nfloat32. 10, 11, 13"),
+        ("small gradients, fp16?", "They underflow: start\nat a larger scale. 11"),
+        ("16-bit weights, averages\nor positions?", "Keep them in\nfloat32. 10, 13, 14"),
     ],
     "it is slower": [
-        ("some layers in float32?", "A region is missing, as\nin the validation. 22"),
-        ("bf16, and a scaler?", "enabled=False. 20"),
+        ("some layers in float32?", "A region is missing, as\nin the validation. 20"),
+        ("bf16, and a scaler?", "enabled=False. 23"),
         ("no matrix units,\nor small products?", "Larger batches, or\nfloat32 (lesson 10)"),
     ],
     "it needs more memory": [
-        ("casts: more than one a\nweight and step?", "One region around\nall calls. 21"),
+        ("casts: more than one a\nweight and step?", "One region around\nall calls. 25"),
         ("one region, open long?", "The cache itself:\nclear_autocast_cache()"),
         ("losses kept as tensors?", "Keep loss.item(): a loss\nholds its whole graph"),
     ],
@@ -140,7 +140,7 @@ def decision_tree(axes: Axes) -> None:
 
     for y, words, answer in (
         (9.3, "does it raise?", "Read the message to its end; the cause may be another line. 1–7"),
-        (8.1, "the same in float32?", "It is not AMP: data 23, learning rate 24, or the model."),
+        (8.1, "the same in float32?", "It is not AMP: learning rate 22, data 24, or the model."),
     ):
         box(0, y, 3.3, 0.7, words, LOW)
         axes.text(3.5, y + 0.35, f"yes → {answer}", va="center", fontsize=10.5)

@@ -65,6 +65,14 @@ def test_one_past_fits_2021_and_another_2025(lesson):
     assert lesson.recipe_peaks(2021, "nothing")[0] == pytest.approx(1367.458816, abs=0.01)
 
 
+@each("batch, squares", [(2048, 0), (4096, 2), (16_384, 2)])
+def test_the_peak_rises_by_two_squares_of_the_width_from_a_batch_of_the_width_on(
+    lesson, batch, squares
+):
+    fp32, amp = lesson.recipe_peaks(2025, "nothing", batch=batch)
+    assert amp - fp32 == pytest.approx(squares * 4096**2 / 1e6, abs=0.1)
+
+
 @each("batch, width", [(32, 32), (8, 64)])
 def test_the_recipes_peaks_are_those_of_real_tensors(lesson, batch, width):
     """Against what torch's CPU allocator hands out, as the profiler sees it."""

@@ -15,7 +15,7 @@ SHAPES = st.lists(st.integers(0, 3), max_size=4).map(tuple)
 
 @pytest.fixture(scope="module")
 def lesson():
-    return load("A3", device=torch.device("cpu"), x=X, seed=5, steps=300)
+    return load("A3", device=torch.device("cpu"), x=X, seed=5, steps=60)
 
 
 @each("sizes", [(1, 1, 1, 1, 1), (5, 3, 5, 6, 10), (2, 7, 8, 1, 3)])

@@ -30,7 +30,7 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "14_debugging_clinic": {"steps": 24, "seed": 1},
     "A1_tensors_and_autograd": {"steps": 600, "seed": 4},
     "A2_modules": {"noise": 0.8, "steps": 600, "seed": 1},
-    "A3_broadcasting": {"steps": 200, "seed": 3},
+    "A3_broadcasting": {"steps": 80, "seed": 3},
     "A4_operators": {"rows": 60, "columns": 3, "repeats": 3, "seed": 1},
     "A5_compile": {"backend": "aot_eager", "numbers": 2000, "repeats": 3, "seed": 1},
     "13_data_parallel": {"ranks": 3, "steps": 8, "overflow_step": 2, "seed": 1},
