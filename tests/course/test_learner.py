@@ -118,9 +118,9 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     reader.writes("guess_left = None", 'guess_left = ["half", "half", "half"]')
     reader.runs(2)
     reader.reads_below("lesson.predict(guess_left", "✗ you predicted ['half', 'half', 'half']")
-    reader.writes("guess_low = None", 'guess_low = ["output"]')
+    reader.writes("guess_low = None", 'guess_low = ["output", "output.grad"]')
     reader.runs(2)
-    reader.reads_below("lesson.predict(guess_low", "✓ as you predicted: ['output']")
+    reader.reads_below("lesson.predict(guess_low", "✓ as you predicted: ['output', 'output.grad']")
 
     reader.reads_below("def check_autocast_dtype", "✎ not attempted yet")
     reader.unfolds("Hint", "It is a context manager, and every tensor knows its .dtype.")
