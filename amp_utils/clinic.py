@@ -398,7 +398,9 @@ def _signs(chart: Chart, wide: Chart, distance: float | None, other: str) -> str
     if chart.casts is None:
         outputs = "eager layers' outputs; what is compiled is not counted"
     way = "no measure: the admitted loop is ill in float32 too"
-    if distance is not None:  # in coarse words, so that every machine says the same
+    if distance is not None and not chart.rates:
+        way = "no measure: no step was taken"
+    elif distance is not None:  # in coarse words, so that every machine says the same
         way = f"{WAYS[bisect(BORDERS, distance)]} float32's way"
     rows = {
         "loss": course(chart.losses, bool(chart.raised)),

@@ -77,6 +77,7 @@ def test_right_repairs_are_accepted_and_wrong_ones_refused(ward, number):
 def test_signs_count_weights_that_a_loop_makes_and_diagnoses_have_a_second_form(ward, capsys):
     ward.admit(1)(loop_of(CELLS["loop-1"]))
     assert ward.ill[1].casts == 4  # once each, of which two belong to the new head
+    assert "no measure: no step was taken" in capsys.readouterr().out
     ward.admit(3)(loop_of(CELLS["loop-3"]))
     assert "0.45, then stopped" in capsys.readouterr().out
     assert [ward.illness(19, guess) for guess in (None, "f", "D")] == ["L", "F", "L"]
