@@ -46,6 +46,14 @@ for i, values in enumerate(itertools.product(*{list(GRID.values())})):
 """
 
 
+def cut_lesson(root: Path) -> None:
+    """Make a course in `root` of the lesson that is swept, cut to its parameters."""
+    lesson = json.loads((ROOT / LESSON).read_text("utf-8"))
+    cells = [cell for cell in lesson["cells"] if "parameters" in str(cell["metadata"])]
+    (root / LESSON).parent.mkdir()
+    (root / LESSON).write_text(json.dumps(lesson | {"cells": cells}))
+
+
 class Steps:
     """Training steps of a network on one batch, under autocast unless `dtype` is float32."""
 
@@ -340,12 +348,8 @@ class Bench:
 
     def points(self) -> list[Result]:
         """Sweeps of a lesson cut to its parameters: only the sweep itself takes time."""
-        lesson = json.loads((ROOT / LESSON).read_text("utf-8"))
-        cells = [cell for cell in lesson["cells"] if "parameters" in str(cell["metadata"])]
         with TemporaryDirectory() as root:
-            path = Path(root, LESSON)
-            path.parent.mkdir()
-            path.write_text(json.dumps(lesson | {"cells": cells}))
+            cut_lesson(Path(root))
             runs = {count: sweep_of(Path(root), {"seed": range(count)}) for count in (2, 4, 8)}
             return self.growth("points of a sweep", runs, wall=True, warmup=0, patience=20)
 

@@ -211,10 +211,7 @@ def test_a_pair_runs_from_end_to_end(call, capsys):
 @pytest.mark.full
 def test_the_sweep_and_the_loop_run_the_same_grid(monkeypatch, tmp_path):
     """With the lesson cut to its parameters."""
-    lesson = json.loads((bench.ROOT / bench.LESSON).read_text("utf-8"))
-    cells = [cell for cell in lesson["cells"] if "parameters" in str(cell["metadata"])]
-    (tmp_path / "notebooks").mkdir()
-    (tmp_path / bench.LESSON).write_text(json.dumps(lesson | {"cells": cells}))
+    bench.cut_lesson(tmp_path)
     kept = []
     monkeypatch.setattr(bench, "TemporaryDirectory", lambda: Kept(tmp_path, kept))
     monkeypatch.setattr(bench, "ROOT", tmp_path)

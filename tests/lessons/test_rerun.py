@@ -9,6 +9,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook, writes
 from support.processes import LIMIT
 
+from amp_utils import lesson
 from amp_utils.course import ROOT
 from amp_utils.course.notebook import lessons
 
@@ -94,6 +95,15 @@ def test_a_tensor_left_on_the_cpu_is_found(tmp_path):
     assert (result["tried"], result["unknown"]) == (2, [])
     (stray,) = result["strays"]
     assert stray.startswith("Sequential: ")
+
+
+@pytest.mark.full
+def test_a_parameter_reaches_the_results(tmp_path):
+    parameters = {"precision": "bf16", "steps": 3, "size": 16, "width": 8, "seeds": 2}
+    _, executed = rehearse(LESSONS["12_checkerboard_cnn"], parameters, tmp_path)
+    results = lesson.recorded(executed)
+    assert sorted(results["pixel_accuracy"]) == ["bf16", "fp32"]
+    assert 0 <= results["pixel_accuracy"]["bf16"] <= 1
 
 
 @pytest.mark.full
