@@ -49,7 +49,7 @@ def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> di
         output.float().square().mean().backward()
     own = torch.cat([p.grad.to_local().flatten() for p in net.parameters()]).norm().item()
     norm = nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0)
-    seen |= {"norm": type(norm).__name__, "length": norm.item(), "own": own}
+    seen |= {"norm": type(norm).__name__, "length": norm.full_tensor().item(), "own": own}
     seen |= {"gathers": len(traffic.messages["allgather"])}
     seen |= {name: " ".join(sorted({*dtypes})) for name, dtypes in traffic.messages.items()}
     return seen | {"output": str(output.dtype), "gradient": str(weight.grad.dtype)}
@@ -59,14 +59,16 @@ def overflow_in_one_piece(rank: int, ranks: int, device: torch.device) -> dict:
     """One fp16 step with an infinite number in the last rank's piece of a gradient."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     net = sharded(device, ranks, policy)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # after fully_shard: of the pieces
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
-    loss = net(torch.ones(4, 2, device=device)).float().square().mean()
+    loss = net(torch.ones(4, 2, device=device)).float().square().mean()  # no autocast
     scaler.scale(loss).backward()
     piece, before = net[0].weight.grad.to_local(), net[0].weight.to_local().clone()
     if rank == ranks - 1:
         piece[0, 0] = math.inf
     infinities = piece.isinf().sum().item()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0)
     scaler.step(optimizer)
     scaler.update()
     moved = (net[0].weight.to_local() - before).abs().max().item()

@@ -68,22 +68,30 @@ def train(
 def average(state: tuple[list, torch.dtype], bucket: dist.GradBucket) -> Message:
     """A communication hook: gradients travel in the dtype of your choice."""
     sent, dtype = state
-    message = bucket.buffer().to(dtype).div_(dist.get_world_size())
+    message = bucket.buffer().to(dtype).div_(dist.get_world_size())  # many gradients in a row
     sent.append(message.nbytes)
     done = dist.all_reduce(message, async_op=True).get_future()  # backward goes on meanwhile
-    return done.then(lambda sums: bucket.buffer().copy_(sums.value()[0]))
+    return done.then(lambda sums: bucket.buffer().copy_(sums.value()[0]))  # back to float32
 
 
-def accumulate(rank, ranks, device, dtype=torch.float32, quiet: bool = True) -> dict:
+def accumulate(
+    rank, ranks, device, dtype=torch.float32, quiet: bool = True, spoilt: bool = False
+) -> dict:
     """One gradient from four micro-batches; `quiet` ranks exchange the last one only."""
     torch.manual_seed(0)
-    net, sent = DistributedDataParallel(nn.Linear(64, 64).to(device)), []
+    net, sent, finite = DistributedDataParallel(nn.Linear(64, 64).to(device)), [], []
     net.register_comm_hook((sent, dtype), average)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
     batches = torch.randn(4, ranks, 16, 64)[:, rank].to(device)
+    if spoilt and rank == ranks - 1:
+        batches[1] = math.inf
     for i, batch in enumerate(batches):
         with net.no_sync() if quiet and i < 3 else nullcontext():
-            (net(batch).square().mean() / 4).backward()
-    return {"sent": sent, "gradient": net.module.weight.grad.cpu()}
+            with torch.autocast(device.type, dtype=torch.float16):
+                loss = net(batch).square().mean() / 4
+            scaler.scale(loss).backward()
+        finite.append(net.module.weight.grad.isfinite().all().item())
+    return {"sent": sent, "finite": finite, "gradient": net.module.weight.grad.cpu()}
 
 
 def main() -> None:
@@ -105,6 +113,7 @@ def main() -> None:
     saved["every"] = accumulate(rank, ranks, device, quiet=False)
     saved["last"] = accumulate(rank, ranks, device)
     saved["bf16"] = accumulate(rank, ranks, device, torch.bfloat16)
+    saved["spoilt"] = accumulate(rank, ranks, device, spoilt=True)
     try:
         DistributedDataParallel(nn.Linear(1, 1), device_ids=[0, 1])
     except ValueError as error:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.processes import LIMIT, answers, wait_for
+from support.processes import LIMIT, answers, free_port, wait_for
 
 from amp_utils.course import lab
 
@@ -31,6 +31,7 @@ def address(course) -> Iterator[str]:
     own = {f"JUPYTER_{name}_DIR": str(course / name) for name in ("CONFIG", "DATA", "RUNTIME")}
     own |= {"IPYTHONDIR": str(course / "ipython"), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "amp_utils.course", "--root", course, "lab", "--no-browser"]
+    command += ["--port", str(free_port())]  # two servers that start at once may take the same
     with (course / "said").open("w") as out:
         pipes = {"stdout": out, "stderr": out, "start_new_session": True}
         opened = subprocess.Popen(command, cwd=course, env=os.environ | own, **pipes)
@@ -98,10 +99,12 @@ class Reader:
             self.page.keyboard.press("Shift+Enter")
 
     def runs_all(self) -> None:
-        """Run All from the menu, until no cell waits any more."""
+        """Run All from the menu once the kernel is there, until no cell waits any more."""
+        ready = ".jp-Notebook-ExecutionIndicator[data-status=idle]"
+        self.page.locator(ready).locator("visible=true").wait_for()
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        waiting = self.page.get_by_text("[*]:")
+        waiting = self.page.get_by_text("[*]:").locator("visible=true")
         waiting.first.wait_for()
         wait_for(lambda: not waiting.count())
         assert not self.page.get_by_text("Traceback (most recent call last)").count()

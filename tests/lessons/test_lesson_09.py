@@ -24,8 +24,15 @@ def test_a_second_update_changes_no_loss_and_counts_twice(lesson):
     assert once["losses"] == twice["losses"] and len(once["losses"]) == 12
     counts = [run["scaler"]["_growth_tracker"] for run in (once, twice)]
     assert counts == [6, 12]
-    three = lesson.train(torch.float16, 6, lesson.three_to_one)["scaler"]
-    assert three["_growth_tracker"] == 24
+
+
+def test_a_second_step_of_one_optimizer_needs_an_update_between(lesson):
+    weights, (optimizer, _), scaler = lesson.pair()
+    scaler.scale(sum(lesson.losses_of(weights))).backward()
+    scaler.step(optimizer)
+    assert "already been called" in lesson.refusal(lambda: scaler.step(optimizer))
+    scaler.update()
+    assert lesson.refusal(lambda: scaler.step(optimizer)) == "no error"
 
 
 def test_a_shared_region_hides_the_step_of_the_discriminator(lesson):

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.processes import LIMIT, answers, wait_for
+from support.processes import LIMIT, answers, free_port, wait_for
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -45,8 +44,7 @@ class Lab(NamedTuple):
 @contextlib.contextmanager
 def jupyterlab(folder: Path) -> Iterator[Lab]:
     """JupyterLab with `folder` for its files and its settings, in scripts as `jupyterapp`."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}"
     environment = dict(os.environ)
     environment |= {

@@ -45,6 +45,12 @@ def answers(address: str) -> bool:
         return caller.connect_ex((url.hostname, url.port)) == 0
 
 
+def free_port() -> int:
+    """A port of this machine at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 def runs(process_id: int) -> bool:
     """Whether a process has not ended. A zombie has: it only waits for its parent to take note."""
     try:
