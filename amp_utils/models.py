@@ -48,9 +48,3 @@ def _painter(width: int, affine: Callable, norm: Callable) -> nn.Sequential:
     for inputs in (2, width, width):
         layers += [affine(inputs, width), norm(width), nn.ReLU()]
     return nn.Sequential(*layers, affine(width, 1))
-
-
-def copy_painter(source: nn.Module, target: nn.Module) -> None:
-    """Copy parameters and running statistics from one kind of painter to the other."""
-    found, wanted = source.state_dict(), target.state_dict()
-    target.load_state_dict({name: found[name].reshape(wanted[name].shape) for name in wanted})

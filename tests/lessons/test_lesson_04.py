@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.each import each
-from torch.amp import custom_fwd
-from torch.autograd import Function, gradcheck
+from torch.autograd import gradcheck
 
 from amp_utils.course.notebook import load
 
@@ -49,16 +48,7 @@ def test_a_decorated_product_costs_memory_for_a_float32_activation_only(lesson):
 
 
 def test_a_decorated_setup_context_stands_in_for_a_forward_without_ctx(lesson):
-    class Apart(Function):
-        forward = staticmethod(lambda a, b: a @ b)
-        backward = lesson.AmpProduct.backward
-
-        @staticmethod
-        @custom_fwd(device_type="cpu")
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-
-    ours, torchs = lesson.gradients(Apart.apply), lesson.gradients(torch.matmul)
+    ours, torchs = lesson.gradients(lesson.ApartProduct.apply), lesson.gradients(torch.matmul)
     assert lesson.distance(ours, torchs) < 1e-3
 
 
@@ -76,12 +66,19 @@ def test_a_decorated_function_compiles(lesson):
     assert lesson.distance(lesson.gradients(compiled), eager) < 1e-3
 
 
-def test_a_lean_product_refuses_a_second_derivative(lesson):
-    with torch.autocast("cpu", dtype=lesson.low):
-        output = lesson.LeanProduct.apply(lesson.a, lesson.b)
-    (first,) = torch.autograd.grad(output.float().square().sum(), lesson.a, create_graph=True)
+@each("function", ["LeanProduct", "Linear"])
+def test_a_lean_function_refuses_a_second_derivative(lesson, function):
+    shapes = [(4, 4)] * 2 + [(4,)] * (function == "Linear")
+    inputs = [torch.ones(shape) for shape in shapes]
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+        lesson.second_derivative(getattr(lesson, function).apply, inputs)
+
+
+@each("dtype", LOW.values())
+def test_the_linear_function_follows_the_region(lesson, dtype):
+    with torch.autocast("cpu", dtype=dtype):
+        output = lesson.Linear.apply(*[torch.ones(s) for s in ((4, 4), (4, 4), (4,))])
+    assert output.dtype == dtype
 
 
 def test_of_the_fallbacks_only_both_together_run(lesson):
