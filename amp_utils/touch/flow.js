@@ -56,10 +56,10 @@ function figure(stage, data) {
       off = off.includes(i) ? off.filter(j => j !== i) : [...off, i];
       stage.redraw();
     }, {...look, "aria-label": `off: enabled=False for ${label}`,
-      style: "min-width:2.6rem;padding:0 .3rem"});
+      style: "min-width:2.6rem;margin-left:.8rem;padding:0 .3rem"});
     parts.line = make("div", {role: "group", "aria-label": `${i + 1}: ${label}`,
       style: `display:flex;gap:5px;align-items:center;height:${row}px`},
-    make("span", {style: "flex:1;white-space:nowrap"}, label, kinds[i]), parts.off, parts.wide, parts.narrow, parts.casts);
+    make("span", {style: "flex:1;white-space:nowrap"}, label, kinds[i]), parts.wide, parts.narrow, parts.casts, parts.off);
     return parts;
   });
   const edges = make("svg", {width: gutter, height: row * boxes.length, "aria-hidden": "true",
