@@ -149,9 +149,12 @@ def fsdp_step(axes: Axes) -> None:
         ("all-gather\nthem\nagain\nparam_dtype", MEET, 1.75),
         ("backward\nparam_dtype", LOW, 1.75),
         ("reduce-\nscatter\nthe mean\nreduce_dtype", MEET, 1.8),
-        ("step of\nits piece\nfloat32", FULL, 1.4),
+        ("unscale_,\nstep, update\nits piece", FULL, 1.75),
     ]
-    notes = "Layer by layer, in both passes: whole weights exist only while their layer computes."
+    notes = (
+        "Whole weights exist only while their layer computes. "
+        "unscale_ takes the largest found_inf of all ranks."
+    )
     ranks_step(axes, columns, notes)
 
 
