@@ -95,50 +95,66 @@ def loss_scaling(axes: Axes) -> None:
     axes.set(xlim=(-44, 21), ylim=(-0.42, 1.75))
 
 
-def ranks_step(axes: Axes, columns: list[tuple[str, str, bool, float]], notes: str) -> None:
-    """One step of two ranks: (words, color, shared by both ranks?, width) from left to right."""
-    x, gap = 1.2, 0.5
+MEET = "#CFE3F1"
+
+
+def ranks_step(axes: Axes, columns: list[tuple[str, str, float]], notes: str) -> None:
+    """One step of two ranks: (words, color, width) from left to right; where MEET, they meet."""
+    x, gap = 1.2, 0.38
+    style = {"ha": "center", "va": "center", "fontsize": 10}
+
+    def box(x: float, y: float, width: float, height: float, color: str, words: str = "") -> None:
+        edge = "#000000" if color == MEET else "#777777"
+        shape = FancyBboxPatch(
+            (x, y), width, height, boxstyle="round,pad=0.06", fc=color, ec=edge, lw=1.6
+        )
+        axes.add_patch(shape)
+        axes.text(x + width / 2, y + height / 2, words, **style)
+
     for rank, y in enumerate((1.8, 0.4)):
-        axes.text(0.9, y + 0.45, f"rank {rank}", ha="right", va="center", fontsize=11)
-    for i, (words, color, shared, width) in enumerate(columns):
-        edge = "#000000" if shared else "#777777"
-        for y, height in ((0.4, 2.3),) if shared else ((1.8, 0.9), (0.4, 0.9)):
-            shape = FancyBboxPatch(
-                (x, y), width, height, boxstyle="round,pad=0.06", fc=color, ec=edge, lw=1.6
-            )
-            axes.add_patch(shape)
-            style = {"ha": "center", "va": "center", "fontsize": 10.5}
-            axes.text(x + width / 2, y + height / 2, words, **style)
+        axes.text(0.95, y + 0.45, f"rank {rank}", ha="right", va="center", fontsize=10)
+    for i, (words, color, width) in enumerate(columns):
+        outer, _, inner = words.partition("|")  # after the bar: where the ranks meet inside it
+        for y in (0.4,) if color == MEET else (1.8, 0.4):
+            box(x, y, width, 2.3 if color == MEET else 0.9, color, "" if inner else outer)
+            if inner:
+                axes.text(x + 0.6, y + 0.45, outer, **style)
+        if inner:
+            box(x + 1.5, 0.52, width - 1.65, 2.06, MEET, inner)
         for y in (2.25, 0.85) if i else ():
-            style = {"arrowstyle": "-|>", "lw": 1.8, "color": "#333333"}
-            axes.annotate("", xy=(x - 0.06, y), xytext=(x - gap + 0.06, y), arrowprops=style)
+            look = {"arrowstyle": "-|>", "lw": 1.6, "color": "#333333", "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", xy=(x - 0.07, y), xytext=(x - gap + 0.07, y), arrowprops=look)
         x += width + gap
     axes.text(1.2, 0.1, notes, ha="left", va="top", fontsize=10, color="#333333")
-    axes.set(xlim=(0, 14.5), ylim=(-0.3, 2.85))
+    axes.set(xlim=(0, x - gap + 0.15), ylim=(-0.3, 2.85))
 
 
 def ddp_step(axes: Axes) -> None:
-    """A step of DDP: the ranks meet once, before the scalers look."""
+    """A step of DDP: the ranks meet inside backward, before the scalers look."""
     columns = [
-        ("all weights\nfloat32", FULL, False, 2.2),
-        ("forward, backward\nwith autocast", LOW, False, 3.0),
-        ("average\nof the gradients\nfloat32", "#CFE3F1", True, 2.6),
-        ("unscale_, step, update\nby its own scaler", FULL, False, 3.4),
+        ("all weights\nfloat32", FULL, 1.9),
+        ("forward\nwith autocast", LOW, 2.2),
+        ("backward|average\nof the gradients\nfloat32", LOW, 4.3),
+        ("unscale_, step, update\nby its own scaler", FULL, 3.5),
     ]
-    ranks_step(axes, columns, "The blue box is a collective: both ranks wait for each other.")
+    ranks_step(axes, columns, "In the blue box both ranks wait for each other: inside backward.")
 
 
 def fsdp_step(axes: Axes) -> None:
-    """A step of FSDP2: the ranks meet before and after each layer computes."""
+    """A step of FSDP2: the ranks meet before each pass of a layer, and after its backward."""
     columns = [
-        ("its piece\nfloat32", FULL, False, 1.5),
-        ("all-gather\nthe layer's\nwhole weights\nparam_dtype", "#CFE3F1", True, 1.9),
-        ("forward, backward\nparam_dtype", LOW, False, 2.5),
-        ("reduce-scatter\naverage the\ngradients\nreduce_dtype", "#CFE3F1", True, 2.1),
-        ("its piece\nof the mean\nfloat32", FULL, False, 1.7),
-        ("step", FULL, False, 0.9),
+        ("its piece\nfloat32", FULL, 1.4),
+        ("all-gather\nthe whole\nweights\nparam_dtype", MEET, 1.75),
+        ("forward\nparam_dtype", LOW, 1.75),
+        ("all-gather\nthem\nagain\nparam_dtype", MEET, 1.75),
+        ("backward\nparam_dtype", LOW, 1.75),
+        ("reduce-\nscatter\nthe mean\nreduce_dtype", MEET, 1.8),
+        ("unscale_,\nstep, update\nits piece", FULL, 1.75),
     ]
-    notes = "Layer by layer: the whole weights exist only while their layer computes."
+    notes = (
+        "Whole weights exist only while their layer computes. "
+        "unscale_ takes the largest found_inf of all ranks."
+    )
     ranks_step(axes, columns, notes)
 
 
@@ -209,8 +225,8 @@ def decision_tree(axes: Axes) -> None:
 PICTURES: dict[Callable[[Axes], None], tuple[float, float]] = {
     amp_step: (9.6, 3.6),
     loss_scaling: (9.6, 3.2),
-    ddp_step: (9.6, 2.2),
-    fsdp_step: (9.6, 2.2),
+    ddp_step: (9.2, 2.2),
+    fsdp_step: (9.2, 2.2),
     decision_tree: (10.6, 6.6),
 }
 

@@ -1,6 +1,7 @@
 """FSDP2 with mixed precision: what train_ddp.py measures on each of its ranks."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -33,9 +34,10 @@ def sharded(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> n
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
     mesh = init_device_mesh(device.type, (ranks,))
-    for layer in (net[0], net[2], net):  # in a large network each block, and last the whole
+    for layer in (net[0], net[2]):  # in a large network each block
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return net
+    last = replace(policy, output_dtype=torch.float32)  # what the loss gets
+    return fully_shard(net, mesh=mesh, mp_policy=last)
 
 
 def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> dict:
@@ -46,7 +48,7 @@ def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> di
     seen["kept"], seen["piece"] = str(weight.dtype), list(weight.to_local().shape)
     with Traffic() as traffic:
         output = net(torch.ones(4, 2, device=device))
-        output.float().square().mean().backward()
+        output.square().mean().backward()
     own = torch.cat([p.grad.to_local().flatten() for p in net.parameters()]).norm().item()
     norm = nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0)
     seen |= {"norm": type(norm).__name__, "length": norm.full_tensor().item(), "own": own}
@@ -61,7 +63,7 @@ def overflow_in_one_piece(rank: int, ranks: int, device: torch.device) -> dict:
     net = sharded(device, ranks, policy)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # after fully_shard: of the pieces
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
-    loss = net(torch.ones(4, 2, device=device)).float().square().mean()  # no autocast
+    loss = net(torch.ones(4, 2, device=device)).square().mean()  # no autocast
     scaler.scale(loss).backward()
     piece, before = net[0].weight.grad.to_local(), net[0].weight.to_local().clone()
     if rank == ranks - 1:

@@ -37,6 +37,7 @@ def train(
 ) -> dict:
     """Train on this rank's share of the points; the weights, losses and skips of each step."""
     torch.manual_seed(seed + rank)
+    # new: `wrap`, which is DDP
     net = wrap(nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     amp = dtype != torch.float32
@@ -48,7 +49,7 @@ def train(
         x, y = points()
         if step == overflow_step:
             y[-1] = math.inf  # the last sample belongs to the last rank
-        x, y = x[rank::ranks].to(device), y[rank::ranks].to(device)
+        x, y = x[rank::ranks].to(device), y[rank::ranks].to(device)  # new: its share
         optimizer.zero_grad()
         with torch.autocast(device.type, dtype=dtype, enabled=amp):
             output = net(x)
@@ -94,6 +95,33 @@ def accumulate(
     return {"sent": sent, "finite": finite, "gradient": net.module.weight.grad.cpu()}
 
 
+def refusal() -> str:
+    """What DDP says to a process that wants two devices."""
+    try:
+        DistributedDataParallel(nn.Linear(1, 1), device_ids=[0, 1])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def everything(rank, ranks, device, steps, overflow_step, seed) -> dict:
+    """What each rank saves, and `launch` returns for each."""
+    from shard_fsdp import measure  # the file beside this one
+
+    here, ddp = (rank, ranks, device), DistributedDataParallel
+    return {
+        "backend": dist.get_backend(),
+        "two devices": refusal(),
+        "fp32": train(*here, torch.float32, steps, 0, ddp, seed),
+        "fp16": train(*here, torch.float16, steps, overflow_step, ddp, seed),
+        "every": accumulate(*here, quiet=False),
+        "last": accumulate(*here),
+        "halved": accumulate(*here, torch.bfloat16),
+        "spoilt": accumulate(*here, spoilt=True),
+        "fsdp": measure(*here),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
@@ -101,24 +129,8 @@ def main() -> None:
     parser.add_argument("--overflow-step", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-
-    from shard_fsdp import measure  # the file beside this one
-
     rank, ranks, device = join(chosen.device)
-    saved = {"backend": dist.get_backend()}
-    for dtype in (torch.float32, torch.float16):
-        bad = chosen.overflow_step if dtype == torch.float16 else 0
-        settings = chosen.steps, bad, DistributedDataParallel, chosen.seed
-        saved[str(dtype)] = train(rank, ranks, device, dtype, *settings)
-    saved["every"] = accumulate(rank, ranks, device, quiet=False)
-    saved["last"] = accumulate(rank, ranks, device)
-    saved["bf16"] = accumulate(rank, ranks, device, torch.bfloat16)
-    saved["spoilt"] = accumulate(rank, ranks, device, spoilt=True)
-    try:
-        DistributedDataParallel(nn.Linear(1, 1), device_ids=[0, 1])
-    except ValueError as error:
-        saved["two devices"] = str(error)
-    saved["fsdp"] = measure(rank, ranks, device)
+    saved = everything(rank, ranks, device, chosen.steps, chosen.overflow_step, chosen.seed)
     torch.save(saved, f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -125,15 +125,15 @@ def test_three_ranks_without_a_network_train_as_one_process_does(train, nameless
     shutil.copy(SCRIPT.with_name("shard_fsdp.py"), tmp_path)
     with patience():
         saved = launch(path, 3, "--steps", 12)
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 1e-3)):
-        weights = [by_rank[str(dtype)]["weights"][-1] for by_rank in saved]
+    for name, dtype, tolerance in (("fp32", torch.float32, 1e-5), ("fp16", torch.float16, 1e-3)):
+        weights = [by_rank[name]["weights"][-1] for by_rank in saved]
         assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
         alone = train(0, 1, CPU, dtype, 12, 6 if dtype == torch.float16 else 0)["weights"][-1]
         assert (weights[0] - alone).norm() < tolerance * alone.norm()
     for rank, by_rank in enumerate(saved):
-        story = by_rank["torch.float16"]
+        story = by_rank["fp16"]
         assert [step for step, skipped in enumerate(story["skipped"]) if skipped] == [5]
         assert math.isfinite(story["loss"][5]) == (rank < 2)
-        assert [len(by_rank[key]["sent"]) for key in ("every", "last", "bf16")] == [4, 1, 1]
+        assert [len(by_rank[key]["sent"]) for key in ("every", "last", "halved")] == [4, 1, 1]
         assert by_rank["listening"] == ["0100007F"]  # 127.0.0.1, as /proc writes it
         assert by_rank["host"] == "nowhere.invalid"

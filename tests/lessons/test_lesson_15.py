@@ -85,8 +85,8 @@ def test_blocks_lie_along_the_dimension_that_is_summed(lesson):
 
 def test_each_kind_of_weights_trains_and_fp64_agrees_with_fp32(lesson):
     plain = lesson.Rung(32, result=lesson.same)
-    double = lesson.Rung(64, result=lesson.same, weights=torch.float64)
+    double = lesson.Rung(64, result=lesson.same, stored=torch.float64)
     share = lesson.train(plain, 0)
     assert share == pytest.approx(lesson.train(double, 0), rel=1e-3) and share < 50
-    pure = lesson.Rung(16, lesson.bf16, weights=torch.bfloat16, write=lesson.kahan)
+    pure = lesson.Rung(16, lesson.bf16, stored=torch.bfloat16, write=lesson.kahan)
     assert lesson.train(pure, 0) == pytest.approx(share, rel=0.2)
