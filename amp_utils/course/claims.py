@@ -98,20 +98,20 @@ def read(notebooks: Path) -> SimpleNamespace:
 
 
 def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list[str]]:
-    """Run a lesson and evaluate each claim right after its cell: values by id, and what failed."""
+    """Run a lesson to its last claim, each evaluated after its cell: values by id, what failed."""
     from amp_utils.course.run import failure  # with papermill, which lessons' kernels do without
 
     resources = {"metadata": {"path": str(lesson.parent)}}
     quiet = ["--IPKernelApp.log_level=50"]  # no traceback after Ctrl-C
     client = NotebookClient(notebook.read(lesson), resources=resources, extra_arguments=quiet)
-    tags = set().union(*map(notebook.tags, client.nb.cells))
-    failures = [f"{c.id}: no cell is tagged {c.cell}." for c in claims if c.cell not in tags]
-    values = {}
+    shown = [[c for c in claims if c.cell in notebook.tags(cell)] for cell in client.nb.cells]
+    found = [claim for here in shown for claim in here]
+    failures = [f"{c.id}: no cell is tagged {c.cell}." for c in claims if c not in found]
+    last, values = max((i for i, here in enumerate(shown) if here), default=-1), {}
     try:
         with client.setup_kernel():
-            for index, cell in enumerate(client.nb.cells):
-                client.execute_cell(cell, index)
-                here = [claim for claim in claims if claim.cell in notebook.tags(cell)]
+            for index, here in enumerate(shown[: last + 1]):
+                client.execute_cell(client.nb.cells[index], index)
                 if not here:
                     continue
                 request = client.kc.execute("", silent=True, user_expressions=expressions(here))
