@@ -9,11 +9,10 @@ THREADS ?= 1
 CLAIMS ?=
 
 BIN := .venv/bin
-# A lesson is validated on the CPU, whatever the machine has. With more threads than cores waiting threads must sleep:
-# where they spin, OpenMP's default, the same work took up to fifty times as long. Of three workers one often waits (for
-# a kernel, a browser, an installation), so three keep two cores busy.
+# A lesson is validated on the CPU, whatever the machine has. Two workers with two threads each have more threads than
+# cores: waiting threads must sleep, for where they spin, OpenMP's default, the same work took up to fifty times as long.
 ON_CPU := CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=PASSIVE
-PYTEST := $(BIN)/python -m pytest -n 3
+PYTEST := $(BIN)/python -m pytest -n 2
 UNITS := $(ON_CPU) OMP_NUM_THREADS=1 $(PYTEST) tests amp_utils
 
 .DEFAULT_GOAL := help
