@@ -107,10 +107,12 @@ def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list
     shown = [[c for c in claims if c.cell in notebook.tags(cell)] for cell in client.nb.cells]
     found = [claim for here in shown for claim in here]
     failures = [f"{c.id}: no cell is tagged {c.cell}." for c in claims if c not in found]
-    last, values = max((i for i, here in enumerate(shown) if here), default=-1), {}
+    while shown and not shown[-1]:
+        shown.pop()
+    values = {}
     try:
         with client.setup_kernel():
-            for index, here in enumerate(shown[: last + 1]):
+            for index, here in enumerate(shown):
                 client.execute_cell(client.nb.cells[index], index)
                 if not here:
                     continue

@@ -211,6 +211,11 @@ def test_the_committed_ledger_is_rendered_from_the_committed_values(tmp_path):
 # Measuring and rendering
 
 
+def test_a_lesson_is_run_to_its_last_claim(course):
+    root = course({"eight": {**ENTRY, "measure": "x"}})
+    assert main(["--root", str(root), "claims", "01"]) == 0, "a later cell divides by zero"
+
+
 def test_expressions_are_evaluated_after_their_cells(course, capsys):
     expressions = {
         "eight": "x",

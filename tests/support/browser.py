@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.processes import LIMIT, answers, free_port, wait_for
+from support.processes import LIMIT, answers, free_ports, wait_for
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -44,7 +44,7 @@ class Lab(NamedTuple):
 @contextlib.contextmanager
 def jupyterlab(folder: Path) -> Iterator[Lab]:
     """JupyterLab with `folder` for its files and its settings, in scripts as `jupyterapp`."""
-    port = free_port()
+    (port,) = free_ports(1)
     address = f"http://127.0.0.1:{port}"
     environment = dict(os.environ)
     environment |= {

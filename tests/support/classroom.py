@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.cookiejar import CookieJar
 from pathlib import Path
@@ -35,7 +34,7 @@ import websocket
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))  # also where this file is run as a script
 
-from support.processes import LIMIT, wait_for  # noqa: E402
+from support.processes import LIMIT, free_ports, wait_for  # noqa: E402
 
 PASSWORD = "only for this test"
 CONFIGURATION = ROOT / ".jupyterhub" / "jupyterhub_config.py"
@@ -49,15 +48,6 @@ c.ConfigurableHTTPProxy.command = [{proxy!r}]
 c.Authenticator.allowed_users = {{f"student{{n:02}}" for n in range(1, {students} + 1)}}
 c.Spawner.args = [*c.Spawner.args, *{arguments!r}]
 """
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that are free now; another program may still take one before the hub does."""
-    with ExitStack() as held:
-        sockets = [
-            held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
-        ]
-        return [one.getsockname()[1] for one in sockets]
 
 
 @contextmanager

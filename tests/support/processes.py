@@ -45,10 +45,13 @@ def answers(address: str) -> bool:
         return caller.connect_ex((url.hostname, url.port)) == 0
 
 
-def free_port() -> int:
-    """A port of this machine at which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+def free_ports(number: int) -> list[int]:
+    """Ports that are free now; another program may still take one before they are used."""
+    with contextlib.ExitStack() as held:
+        sockets = [
+            held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
+        ]
+        return [one.getsockname()[1] for one in sockets]
 
 
 def runs(process_id: int) -> bool:
