@@ -130,9 +130,9 @@ def test_a_pure_run_holds_nothing_but_bf16_numbers(lesson, monkeypatch):
 
 
 def test_a_cache_in_float32_changes_nothing(lesson, pieces):
-    net, line = awake(lesson), pieces[0][0]
-    cached = lesson.cached_logits(net, line, torch.float32)
-    torch.testing.assert_close(cached, net(line[None])[0], rtol=1e-3, atol=1e-3)
+    net, lines = awake(lesson), pieces[0]
+    cached = lesson.cached_logits(net, lines, torch.float32)
+    torch.testing.assert_close(cached, net(lines), rtol=1e-3, atol=1e-3)
 
 
 @each(
