@@ -137,7 +137,7 @@ def test_a_cache_in_float32_changes_nothing(lesson, pieces):
 
 @each(
     "way, bytes_per_parameter",
-    [((torch.float32, None), [4, 4, 8]), ((torch.bfloat16, None), [2, 2, 4])],
+    [((torch.float32, None), [4, 0, 4, 8]), ((torch.bfloat16, None), [2, 0, 2, 4])],
 )
 def test_the_bytes_of_each_kind(lesson, pieces, way, bytes_per_parameter):
     held = lesson.held
@@ -147,8 +147,11 @@ def test_the_bytes_of_each_kind(lesson, pieces, way, bytes_per_parameter):
     assert kinds == bytes_per_parameter
 
 
-def test_autocast_saves_where_a_batch_waits_for_the_backward_pass(lesson):
+def test_autocast_copies_weights_and_saves_what_waits_for_the_backward_pass(lesson):
     pieces = lesson.draw(lesson.learned, 32, 16, torch.Generator().manual_seed(0))
     lesson.held.__globals__.update(x=pieces[0], y=pieces[1], parameters=1)
     fp32, bf16 = (lesson.held(torch.float32, low) for low in (None, torch.bfloat16))
-    assert fp32[:3] == bf16[:3] and 0.5 < bf16[3] / fp32[3] < 0.8
+    net = lesson.new_net(64, 0)
+    copied = sum(p.numel() for p in net.parameters()) - net.embedding.weight.numel()
+    assert bf16[1] == 2 * copied and [*fp32[:1], *fp32[2:4]] == [*bf16[:1], *bf16[2:4]]
+    assert 0.5 < bf16[4] / fp32[4] < 0.8

@@ -36,7 +36,13 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "A5_compile": {"backend": "aot_eager", "numbers": 2000, "repeats": 3, "seed": 1},
     "13_data_parallel": {"ranks": 3, "steps": 8, "overflow_step": 2, "seed": 1},
     "15_precision_ladder": {"steps": 40, "seeds": 1, "seed": 5},
-    "16_small_language_model": {"precision": "bf16", "context": 4, "steps": 3, "race_steps": 2},
+    "16_small_language_model": {
+        "precision": "bf16",
+        "context": 4,
+        "steps": 3,
+        "race_steps": 2,
+        "seeds": 2,
+    },
     "A6_data_loading": {
         "precision": "fp16",
         "images": 16,
