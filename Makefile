@@ -49,8 +49,8 @@ test-all: ready  ## check everything: what takes long too, and the notebooks wit
 	exit $$status
 
 validate: ready  ## check only the notebooks against their saved outputs (THREADS=2, CLAIMS=yes: measure claims too)
-	$(ON_CPU) OMP_NUM_THREADS=$(THREADS) $(if $(filter yes,$(CLAIMS)),PYTHONPATH=tests) $(PYTEST) --dist loadscope \
-	  $(if $(filter yes,$(CLAIMS)),-p support.claimed) \
+	$(ON_CPU) OMP_NUM_THREADS=$(THREADS) PYTHONPATH=tests $(PYTEST) --dist loadscope \
+	  -p support.kernels $(if $(filter yes,$(CLAIMS)),-p support.claimed) \
 	  --nbval --nbval-kernel-startup-timeout 600 --nbval-sanitize-with tests/support/nbval_sanitize.cfg notebooks
 
 claims: ready  ## measure every claim of the sources again, and write the ledger: notebooks/claims.md and .html
