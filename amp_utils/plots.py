@@ -125,7 +125,10 @@ def curves(
 
 
 def images(grid: Grid, *, title: str, alt: str, low: float = 0, high: float = 1) -> None:
-    """Rows of pictures, {row: {title: 2-D tensor}}, grey from `low` (black) to `high` (white)."""
+    """Rows of pictures, {row: {title: tensor}}: grey from `low` (black) to `high` (white).
+
+    A tensor of shape (height, width, 3) is in colour, in bytes.
+    """
     columns = max(len(row) for row in grid.values())
     size = (1.75 * columns + 0.4, 1.95 * len(grid) + 0.35)
     with _drawing(alt, size, len(grid), columns, squeeze=False, subplot_kw=BARE) as axes:

@@ -76,21 +76,6 @@ def interval(values: Sequence[float], resamples: int = 4000) -> tuple[float, flo
     return low, high
 
 
-def peak_memory(run: Callable[[], object], device: torch.device | str) -> int | None:
-    """Most bytes of tensors that `run` held on a CUDA device beyond those already held.
-
-    None elsewhere: torch keeps no peak for a CPU, and the operating system's cannot be reset.
-    """
-    if torch.device(device).type != "cuda":
-        return None
-    synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
 def synchronize(device: torch.device | str) -> None:
     """Wait until the device has finished: GPUs return before they are done, CPUs do not."""
     if torch.device(device).type == "cuda":

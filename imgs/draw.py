@@ -98,64 +98,79 @@ def loss_scaling(axes: Axes) -> None:
 MEET = "#CFE3F1"
 
 
-def ranks_step(axes: Axes, columns: list[tuple[str, str, float]], notes: str) -> None:
-    """One step of two ranks: (words, color, width) from left to right; where MEET, they meet."""
-    x, gap = 1.2, 0.38
-    style = {"ha": "center", "va": "center", "fontsize": 10}
+ROWS = (2.0, 0.4)  # where the boxes of rank 0 and of rank 1 begin; each is 0.9 high
 
-    def box(x: float, y: float, width: float, height: float, color: str, words: str = "") -> None:
-        edge = "#000000" if color == MEET else "#777777"
-        shape = FancyBboxPatch(
-            (x, y), width, height, boxstyle="round,pad=0.06", fc=color, ec=edge, lw=1.6
-        )
-        axes.add_patch(shape)
-        axes.text(x + width / 2, y + height / 2, words, **style)
 
-    for rank, y in enumerate((1.8, 0.4)):
-        axes.text(0.95, y + 0.45, f"rank {rank}", ha="right", va="center", fontsize=10)
+def rounded(axes: Axes, x: float, y: float, width: float, height: float, color: str) -> None:
+    look = {"boxstyle": "round,pad=0.06", "fc": color, "lw": 1.6}
+    edge = "#000000" if color == MEET else "#777777"
+    axes.add_patch(FancyBboxPatch((x, y), width, height, ec=edge, **look))
+
+
+def ranks_step(axes: Axes, columns: list[tuple[str, str, float]], notes: str) -> list[float]:
+    """One step of two ranks: (words, color, width) from left to right; where MEET, they meet.
+
+    Returns where each column begins.
+    """
+    begins, x, gap = [], 1.15, 0.38
+    for rank, y in enumerate(ROWS):
+        axes.text(0.95, y + 0.45, f"rank {rank}", ha="right", va="center", fontsize=10.5)
     for i, (words, color, width) in enumerate(columns):
-        outer, _, inner = words.partition("|")  # after the bar: where the ranks meet inside it
-        for y in (0.4,) if color == MEET else (1.8, 0.4):
-            box(x, y, width, 2.3 if color == MEET else 0.9, color, "" if inner else outer)
-            if inner:
-                axes.text(x + 0.6, y + 0.45, outer, **style)
-        if inner:
-            box(x + 1.5, 0.52, width - 1.65, 2.06, MEET, inner)
-        for y in (2.25, 0.85) if i else ():
+        height = ROWS[0] - ROWS[1] + 0.9 if color == MEET else 0.9
+        for y in ROWS[1:] if color == MEET else ROWS:
+            rounded(axes, x, y, width, height, color)
+            place = x + width / 2, y + height / 2
+            axes.text(*place, words, ha="center", va="center", fontsize=10.5)
+        for y in ROWS if i else ():
             look = {"arrowstyle": "-|>", "lw": 1.6, "color": "#333333", "shrinkA": 0, "shrinkB": 0}
-            axes.annotate("", xy=(x - 0.07, y), xytext=(x - gap + 0.07, y), arrowprops=look)
+            ends = {"xy": (x - 0.07, y + 0.45), "xytext": (x - gap + 0.07, y + 0.45)}
+            axes.annotate("", **ends, arrowprops=look)
+        begins.append(x)
         x += width + gap
-    axes.text(1.2, 0.1, notes, ha="left", va="top", fontsize=10, color="#333333")
-    axes.set(xlim=(0, x - gap + 0.15), ylim=(-0.3, 2.85))
+    axes.text(1.09, 0.2, notes, ha="left", va="top", fontsize=10.5, color="#333333")
+    axes.set(xlim=(0, x - gap + 0.1), ylim=(-0.15, 3.0))
+    return begins
 
 
 def ddp_step(axes: Axes) -> None:
-    """A step of DDP: the ranks meet inside backward, before the scalers look."""
+    """A step of DDP: the ranks average bucket after bucket inside backward."""
+    backward = "backward: from the last layer to the first          waits"
     columns = [
-        ("all weights\nfloat32", FULL, 1.9),
-        ("forward\nwith autocast", LOW, 2.2),
-        ("backward|average\nof the gradients\nfloat32", LOW, 4.3),
-        ("unscale_, step, update\nby its own scaler", FULL, 3.5),
+        ("all weights\nfloat32", FULL, 1.75),
+        ("forward\nwith autocast", LOW, 2.0),
+        (backward, LOW, 6.3),
+        ("unscale_, step,\nupdate", FULL, 2.2),
     ]
-    ranks_step(axes, columns, "In the blue box both ranks wait for each other: inside backward.")
+    notes = "Blue: the ranks average one bucket of gradients, in float32, while backward goes on."
+    x = ranks_step(axes, columns, notes)[2]
+    for i, begin in enumerate((1.5, 3.1, 4.7)):
+        rounded(axes, x + begin, 1.22, 1.4, 0.86, MEET)
+        words = f"average\nbucket {i + 1}"
+        axes.text(x + begin + 0.7, 1.65, words, ha="center", va="center", fontsize=10.5)
 
 
 def fsdp_step(axes: Axes) -> None:
     """A step of FSDP2: the ranks meet before each pass of a layer, and after its backward."""
     columns = [
-        ("its piece\nfloat32", FULL, 1.4),
-        ("all-gather\nthe whole\nweights\nparam_dtype", MEET, 1.75),
-        ("forward\nparam_dtype", LOW, 1.75),
-        ("all-gather\nthem\nagain\nparam_dtype", MEET, 1.75),
-        ("backward\nparam_dtype", LOW, 1.75),
-        ("reduce-\nscatter\nthe mean\nreduce_dtype", MEET, 1.8),
-        ("unscale_,\nstep, update\nits piece", FULL, 1.75),
+        ("its piece\nfloat32", FULL, 1.45),
+        ("all-gather\nthe layer's\nweights\nparam_dtype", MEET, 1.85),
+        ("forward\nparam_dtype", LOW, 1.85),
+        ("all-gather\nthem\nagain\nparam_dtype", MEET, 1.85),
+        ("backward\nparam_dtype", LOW, 1.85),
+        ("reduce-\nscatter\nthe mean\nreduce_dtype", MEET, 1.95),
+        ("unscale_,\nstep,\nupdate", FULL, 1.45),
     ]
-    notes = (
-        "Whole weights exist only while their layer computes. "
-        "unscale_ takes the largest found_inf of all ranks."
-    )
-    ranks_step(axes, columns, notes)
+    notes = "Blue: the ranks meet. The step: each rank with its own scaler, on its pieces."
+    begins = ranks_step(axes, columns, notes)
+    for first, last, words in (
+        (1, 2, "each layer, from the first to the last"),
+        (3, 5, "each layer, from the last to the first"),
+    ):
+        left, right = begins[first], begins[last] + columns[last][2]
+        axes.plot([left, left, right, right], [3.08, 3.2, 3.2, 3.08], color="#333333", lw=1.2)
+        style = {"ha": "center", "va": "bottom", "fontsize": 10.5, "color": "#333333"}
+        axes.text((left + right) / 2, 3.25, words, **style)
+    axes.set_ylim(-0.15, 3.6)
 
 
 TREE = {
@@ -225,8 +240,8 @@ def decision_tree(axes: Axes) -> None:
 PICTURES: dict[Callable[[Axes], None], tuple[float, float]] = {
     amp_step: (9.6, 3.6),
     loss_scaling: (9.6, 3.2),
-    ddp_step: (9.2, 2.2),
-    fsdp_step: (9.2, 2.2),
+    ddp_step: (9.2, 2.1),
+    fsdp_step: (9.2, 2.5),
     decision_tree: (10.6, 6.6),
 }
 

@@ -22,6 +22,7 @@ def join(wanted: str) -> tuple[int, int, torch.device]:
         device, backend = torch.device("cuda", local), "nccl"
         torch.cuda.set_device(device)
     meeting = os.environ.get("INIT_METHOD", "env://")  # `launch` sets another
+    # new: wait until all have come
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks)
     return rank, ranks, device
 
@@ -32,13 +33,12 @@ def points() -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.sin(3 * x[:, :1]) * x[:, 1:]
 
 
-def train(
-    rank, ranks, device, dtype, steps, overflow_step=0, wrap=lambda net: net, seed=0
-) -> dict:
+def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
     """Train on this rank's share of the points; the weights, losses and skips of each step."""
-    torch.manual_seed(seed + rank)
-    # new: `wrap`, which is DDP
-    net = wrap(nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device))
+    torch.manual_seed(seed + rank)  # on purpose, other random weights on each rank
+    net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
+    if dist.is_initialized():  # in the notebook's own process it is not
+        net = DistributedDataParallel(net)  # new
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     amp = dtype != torch.float32
     scaler = torch.amp.GradScaler(
@@ -87,6 +87,7 @@ def accumulate(
     if spoilt and rank == ranks - 1:
         batches[1] = math.inf
     for i, batch in enumerate(batches):
+        # FSDP2, in place of no_sync: net.set_requires_gradient_sync(i == 3)
         with net.no_sync() if quiet and i < 3 else nullcontext():
             with torch.autocast(device.type, dtype=torch.float16):
                 loss = net(batch).square().mean() / 4
@@ -104,33 +105,31 @@ def refusal() -> str:
     return ""
 
 
-def everything(rank, ranks, device, steps, overflow_step, seed) -> dict:
-    """What each rank saves, and `launch` returns for each."""
-    from shard_fsdp import measure  # the file beside this one
-
-    here, ddp = (rank, ranks, device), DistributedDataParallel
+def experiments(here: tuple, steps: int, overflow_step: int, seed: int) -> dict:
+    """What each rank measures, by name; `launch` returns one such dictionary for each rank."""
     return {
-        "backend": dist.get_backend(),
+        "fp32": train(*here, torch.float32, steps, seed=seed),
+        "fp16": train(*here, torch.float16, steps, overflow_step, seed),
+        "every micro-batch": accumulate(*here, quiet=False),
+        "no_sync, float32": accumulate(*here),
+        "no_sync, bfloat16": accumulate(*here, torch.bfloat16),
+        "infinite micro-batch": accumulate(*here, spoilt=True),
         "two devices": refusal(),
-        "fp32": train(*here, torch.float32, steps, 0, ddp, seed),
-        "fp16": train(*here, torch.float16, steps, overflow_step, ddp, seed),
-        "every": accumulate(*here, quiet=False),
-        "last": accumulate(*here),
-        "halved": accumulate(*here, torch.bfloat16),
-        "spoilt": accumulate(*here, spoilt=True),
-        "fsdp": measure(*here),
     }
 
 
 def main() -> None:
+    from shard_fsdp import measure  # the file beside this one
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--overflow-step", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    rank, ranks, device = join(chosen.device)
-    saved = everything(rank, ranks, device, chosen.steps, chosen.overflow_step, chosen.seed)
+    here = rank, ranks, device = join(chosen.device)
+    saved = experiments(here, chosen.steps, chosen.overflow_step, chosen.seed)
+    saved |= {"fsdp": measure(*here), "backend": dist.get_backend()}
     torch.save(saved, f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

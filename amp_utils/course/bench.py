@@ -36,7 +36,7 @@ CLOCKS = {"CPU": "cpu_seconds", "wall": "seconds"}  # of equally good ones the f
 KINDS = {"mm": "products", "addmm": "products", "_to_copy": "casts"}
 PARTS = ("products", "casts", "pointwise, loss", "optimizer")
 INSTRUMENTS = "from amp_utils import formats, ledger, gradients, scaler, timing, device, lesson"
-GRID = {"size": [16], "steps": [60], "precision": ["fp32", "bf16"], "seed": [0, 1]}
+GRID = {"size": [16], "steps": [60], "seeds": [2], "precision": ["fp32", "bf16"], "seed": [0, 1]}
 LESSON = "notebooks/12_checkerboard_cnn.ipynb"
 LOOP = f"""
 import itertools, papermill, sys

@@ -18,6 +18,7 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 from amp_utils.course import CourseError, notebook, pages, write_whole
 from amp_utils.course.cells import decoded
+from amp_utils.course.kernel import AsyncManager
 from amp_utils.device import choose_device, describe
 
 SCHEMA = Path(__file__).parent / "templates" / "claims.schema.json"
@@ -102,8 +103,12 @@ def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list
     from amp_utils.course.run import failure  # with papermill, which lessons' kernels do without
 
     resources = {"metadata": {"path": str(lesson.parent)}}
-    quiet = ["--IPKernelApp.log_level=50"]  # no traceback after Ctrl-C
-    client = NotebookClient(notebook.read(lesson), resources=resources, extra_arguments=quiet)
+    client = NotebookClient(
+        notebook.read(lesson),
+        resources=resources,
+        kernel_manager_class=AsyncManager,
+        extra_arguments=["--IPKernelApp.log_level=50"],  # no traceback after Ctrl-C
+    )
     shown = [[c for c in claims if c.cell in notebook.tags(cell)] for cell in client.nb.cells]
     found = [claim for here in shown for claim in here]
     failures = [f"{c.id}: no cell is tagged {c.cell}." for c in claims if c not in found]

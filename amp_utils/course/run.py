@@ -18,6 +18,7 @@ from nbclient.exceptions import DeadKernelError
 from rich.progress import Progress
 
 from amp_utils.course import CourseError, notebook, shown, write_whole
+from amp_utils.course.kernel import AsyncManager
 
 for name in ("papermill", "asyncio"):  # our sentences say what these would log
     logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -76,6 +77,7 @@ def run_lesson(
             progress_bar=False,
             start_timeout=300,  # a crowded machine may need more than papermill's minute
             on_cell_executed=step,
+            kernel_manager_class=AsyncManager,
             coalesce_streams=True,  # one output per stream, however often it was flushed
             extra_arguments=["--IPKernelApp.log_level=50"],  # no traceback after Ctrl-C
         )

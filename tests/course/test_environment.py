@@ -23,7 +23,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.processes import LIMIT, answers, wait_for
+from support.processes import LIMIT, answers, free_ports, wait_for
 
 from amp_utils.course import bootstrap, notebook
 
@@ -185,7 +185,7 @@ def test_lab_answers_on_loopback_and_wants_its_token(tmp_path):
     said = tmp_path / "said"
     with said.open("w") as out:
         lab = subprocess.Popen(
-            ["make", "lab", "BROWSER=no", "EDIT=yes"],
+            ["make", "lab", "BROWSER=no", "EDIT=yes", f"PORT={free_ports(1)[0]}"],
             cwd=ROOT,
             env=ENVIRONMENT | {"JUPYTER_RUNTIME_DIR": str(tmp_path)},
             stdout=out,

@@ -4,12 +4,15 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
+import nbval.kernel
 import pytest
+import support.kernels  # noqa: F401  as `make validate` does
 from nbformat import v4
 from support.processes import LIMIT, ended, wait_for_number
 
@@ -85,6 +88,28 @@ def test_parameters_reach_the_lesson_and_a_line_says_how_it_went(course, call):
     assert printed(executed) == ["bf16 7 notebooks 0\n"]
     assert lesson.recorded(json.loads(executed.read_text())) == {"loss": 0.5}
     assert re.fullmatch(r"01_float_formats: done after \d+\.\d s\n", out)
+
+
+@pytest.fixture
+def no_ports(monkeypatch):
+    def bind(*_):
+        raise OSError("every port is taken")
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
+
+
+def test_a_run_needs_no_port(course, call, no_ports):
+    status, _, err = call("1")
+    assert (status, err) == (0, "")
+
+
+def test_a_validated_lesson_needs_no_port_and_its_kernel_leaves_no_file(no_ports):
+    manager, client = nbval.kernel.start_new_kernel(LIMIT)
+    files = Path(manager.connection_file)
+    assert len([*files.parent.glob(f"{files.stem}*")]) == 6
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+    assert not [*files.parent.glob(f"{files.stem}*")]
 
 
 @pytest.mark.full

@@ -107,18 +107,3 @@ def test_bad_arguments_are_named(arguments, word):
 def test_what_a_run_raises_passes_through():
     with pytest.raises(ZeroDivisionError):
         timing.compare({"a": lambda: 1 / 0})
-
-
-def test_peak_memory_is_measured_above_what_was_there(monkeypatch):
-    held = {"now": 100, "peak": 0}
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held["now"])
-    monkeypatch.setattr(
-        torch.cuda, "reset_peak_memory_stats", lambda device: held.update(peak=held["now"])
-    )
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: held["peak"])
-    assert timing.peak_memory(lambda: held.update(peak=350), "cuda") == 250
-
-
-def test_on_the_cpu_there_is_no_honest_peak():
-    assert timing.peak_memory(lambda: None, "cpu") is None

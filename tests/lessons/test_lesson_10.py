@@ -80,7 +80,7 @@ def test_the_recipes_peaks_are_those_of_real_tensors(lesson, batch, width):
 
     (x, y), held = torch.randn(2, batch, width), {}
 
-    def run(amp):
+    def run(amp, freed=False):
         held["net"] = models.mlp(width, width, width)
         optimizer = torch.optim.SGD(held["net"].parameters())
         for _ in range(2):
@@ -90,12 +90,14 @@ def test_the_recipes_peaks_are_those_of_real_tensors(lesson, batch, width):
             held["loss"].backward()
             optimizer.step()
             optimizer.zero_grad()
+            if freed:
+                del held["loss"]
 
-    def peak_of(*runs):
+    def peak_of(*runs, freed=False):
         held.clear()
         with profile(profile_memory=True) as profiler:
             for amp in runs:
-                run(amp)
+                run(amp, freed)
         events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
         sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
         return max(accumulate(sizes))
@@ -104,6 +106,8 @@ def test_the_recipes_peaks_are_those_of_real_tensors(lesson, batch, width):
     for left, twice, runs in (("nothing", False, [False]), ("loss", True, [False, False, True])):
         peaks = lesson.recipe_peaks(2025, left, twice, batch, width=width)
         assert peak_of(*runs) == pytest.approx(1e6 * max(peaks[: len(runs)]) - data, abs=16)
+    peak = lesson.recipe_peaks(2025, "freed", batch=batch, width=width)[1]
+    assert peak_of(True, freed=True) == pytest.approx(1e6 * peak - data, abs=16)
 
 
 def test_suspects_are_those_that_could_have_done_it(lesson):

@@ -72,6 +72,15 @@ def test_an_fp16_accumulator_sticks_and_sum_does_not(lesson, way):
     assert lesson.by_sum(ones).item() == 3000
 
 
+@each("dtype", [torch.float16, torch.float32])
+def test_a_masked_mean_sends_nothing_back_to_the_fillings(lesson, dtype):
+    losses = torch.tensor([[1, torch.nan], [4, torch.inf]], dtype=dtype, requires_grad=True)
+    mean = lesson.masked_mean(losses, torch.tensor([[1, 0], [1, 0]]))
+    mean.backward()
+    assert (mean.item(), mean.dtype) == (2.5, dtype)
+    assert losses.grad.tolist() == [[0.5, 0], [0.5, 0]]
+
+
 @each("width", [1, 2, 9])
 def test_moving_mean_is_a_convolution(lesson, width):
     x = torch.rand(40, generator=torch.Generator().manual_seed(3)).double()
