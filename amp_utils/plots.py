@@ -42,13 +42,16 @@ STYLE = {
 
 
 def show(figure: Figure, alt: str) -> None:
-    """Display a figure with its description as alt text."""
+    """Display a figure with its description as alt text.
+
+    JupyterLab shows the first line of a folded output's text, which must not tell what is seen.
+    """
     from IPython.display import display
 
     png = io.BytesIO()
     figure.savefig(png, format="png", metadata={"Software": None})
     picture = base64.b64encode(png.getvalue()).decode()
-    data = {"image/png": picture, "text/plain": f"[figure: {alt}]"}
+    data = {"image/png": picture, "text/plain": f"[figure]\n{alt}"}
     display(data, raw=True, metadata={"image/png": {"alt": alt}})
 
 
