@@ -68,7 +68,7 @@ def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
         scaler.scale(loss).backward()  # DDP averages the gradients of all ranks in here
         scaler.step(optimizer)
         scaler.update()
-        note(story, net, loss, scaler)
+        note(story, net, loss, scaler)  # keeps what the lesson shows
     return story | {"output": str(output.dtype)}
 
 
