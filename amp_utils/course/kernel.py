@@ -5,19 +5,14 @@ from pathlib import Path
 from uuid import uuid4
 
 from jupyter_client import AsyncKernelManager, KernelManager
-from traitlets import HasTraits, default
 
 
-class Private(HasTraits):
+class Private:
     """Sockets are files beside the connection file, with a short path: systems allow 104 bytes."""
 
-    @default("transport")
-    def _files_for_sockets(self) -> str:
-        return "ipc"
-
-    @default("connection_file")
-    def _own_name(self) -> str:
-        return str(Path(tempfile.gettempdir(), f"kernel-{uuid4().hex[:16]}.json"))
+    def __init__(self, **traits) -> None:
+        file = Path(tempfile.gettempdir(), f"kernel-{uuid4().hex[:16]}.json")
+        super().__init__(transport="ipc", connection_file=str(file), **traits)
 
 
 class Manager(Private, KernelManager):
