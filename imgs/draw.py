@@ -95,7 +95,7 @@ def loss_scaling(axes: Axes) -> None:
     axes.set(xlim=(-44, 21), ylim=(-0.42, 1.75))
 
 
-MEET = "#CFE3F1"
+MEET, OPEN = "#CFE3F1", "#FFFFFF"
 
 
 ROWS = (2.0, 0.4)  # where the boxes of rank 0 and of rank 1 begin; each is 0.9 high
@@ -150,7 +150,10 @@ def ddp_step(axes: Axes) -> None:
 
 
 def fsdp_step(axes: Axes) -> None:
-    """A step of FSDP2: the ranks meet before each pass of a layer, and after its backward."""
+    """A step of FSDP2: the ranks meet before each pass of a layer, and after its backward.
+
+    In `unscale_` they meet once more: what the lesson asks, so that the picture leaves it open.
+    """
     columns = [
         ("its piece\nfloat32", FULL, 1.45),
         ("all-gather\nthe layer's\nweights\nparam_dtype", MEET, 1.85),
@@ -158,9 +161,9 @@ def fsdp_step(axes: Axes) -> None:
         ("all-gather\nthem\nagain\nparam_dtype", MEET, 1.85),
         ("backward\nparam_dtype", LOW, 1.85),
         ("reduce-\nscatter\nthe mean\nreduce_dtype", MEET, 1.95),
-        ("unscale_,\nstep,\nupdate", FULL, 1.45),
+        ("unscale_,\nstep,\nupdate", OPEN, 1.45),
     ]
-    notes = "Blue: the ranks meet. The step: each rank with its own scaler, on its pieces."
+    notes = "Blue: the ranks meet. White: do they meet here, too? That is a question below."
     begins = ranks_step(axes, columns, notes)
     for first, last, words in (
         (1, 2, "each layer, from the first to the last"),

@@ -37,7 +37,7 @@ def sharded(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> n
     for layer in (net[0], net[2]):  # in a large network each block
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     last = replace(policy, output_dtype=torch.float32)  # what the loss gets
-    return fully_shard(net, mesh=mesh, mp_policy=last)  # it has no weights left to gather
+    return fully_shard(net, mesh=mesh, mp_policy=last)  # what no layer took: here nothing
 
 
 def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> dict:

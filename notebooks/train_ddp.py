@@ -33,6 +33,16 @@ def points() -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.sin(3 * x[:, :1]) * x[:, 1:]
 
 
+def note(story: dict, net: nn.Module, loss: torch.Tensor, scaler: torch.amp.GradScaler) -> None:
+    """Write down a step: for a lesson only, since each .item() waits for the device."""
+    weights = nn.utils.parameters_to_vector(net.parameters()).detach().cpu().clone()
+    finite = all(p.grad.isfinite().all().item() for p in net.parameters())
+    scale = scaler.get_scale()
+    values = weights, loss.item(), finite, scale < story["scale"][-1], scale
+    for column, value in zip(story.values(), values, strict=True):
+        column.append(value)
+
+
 def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
     """Train on this rank's share of the points; the weights, losses and skips of each step."""
     torch.manual_seed(seed + rank)  # on purpose, other random weights on each rank
@@ -44,7 +54,8 @@ def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
     scaler = torch.amp.GradScaler(
         device.type, init_scale=1024.0, enabled=dtype == torch.float16
     )
-    story = {"weights": [], "loss": [], "finite": [], "skipped": []}
+    story = {name: [] for name in ("weights", "loss", "finite", "skipped")}
+    story["scale"] = [scaler.get_scale()]
     for step in range(1, steps + 1):
         x, y = points()
         if step == overflow_step:
@@ -55,14 +66,9 @@ def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
             output = net(x)
             loss = nn.functional.mse_loss(output, y)
         scaler.scale(loss).backward()  # DDP averages the gradients of all ranks in here
-        finite = all(p.grad.isfinite().all().item() for p in net.parameters())
-        scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
-        weights = nn.utils.parameters_to_vector(net.parameters()).detach().cpu()
-        values = weights.clone(), loss.item(), finite, scaler.get_scale() < scale
-        for column, value in zip(story.values(), values, strict=True):
-            column.append(value)
+        note(story, net, loss, scaler)  # keeps what the lesson shows
     return story | {"output": str(output.dtype)}
 
 

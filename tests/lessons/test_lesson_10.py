@@ -73,6 +73,17 @@ def test_the_peak_rises_by_two_squares_of_the_width_from_a_batch_of_the_width_on
     assert amp - fp32 == pytest.approx(squares * 4096**2 / 1e6, abs=0.1)
 
 
+@each("batch, fp32, amp", [(1365, (12, 12), (14, 6)), (4096, (4, 24), (6, 20))])
+def test_with_del_loss_amp_needs_less_above_a_third_of_the_width(lesson, batch, fp32, amp):
+    """The lesson's table: bytes beside data and weights, as multiples of W² and of BW."""
+    ours = [lesson.recipe_peaks(2025, "nothing", batch=batch)[0]]
+    ours += [lesson.recipe_peaks(2025, "freed", batch=batch)[1]]
+    for peak, (squares, columns) in zip(ours, (fp32, amp), strict=True):
+        weights_and_data = 12 * 4096**2 + 100 * 4 * batch * 4096
+        reckoned = weights_and_data + squares * 4096**2 + columns * batch * 4096
+        assert peak == pytest.approx(reckoned / 1e6, abs=0.2)
+
+
 @each("batch, width", [(32, 32), (8, 64)])
 def test_the_recipes_peaks_are_those_of_real_tensors(lesson, batch, width):
     """Against what torch's CPU allocator hands out, as the profiler sees it."""

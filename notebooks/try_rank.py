@@ -1,0 +1,38 @@
+"""Exercise 2 of lesson 13: one rank. Its argument is the source of your `train_rank`."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel  # noqa: F401, for train_rank
+
+from train_ddp import join  # the file beside this one
+
+
+def main() -> None:
+    rank, ranks, _ = join("cpu")
+    space = dict(globals())
+    exec(sys.argv[1], space)
+    generator = torch.Generator().manual_seed(1)
+    x, y = (size * torch.randn(8, n, generator=generator) for size, n in ((1, 4), (3, 1)))
+    torch.manual_seed(rank)  # other weights on each rank
+    net, outputs, gradients, left = nn.Linear(4, 1), [], [], []
+    net.register_forward_hook(lambda _, x, y: outputs.append((len(y), str(y.dtype))))
+
+    def look(gradient: torch.Tensor) -> None:
+        gradients.append(gradient.abs().max().item())
+        left.append(0 if net.weight.grad is None else net.weight.grad.abs().max().item())
+
+    net.weight.register_hook(look)
+    space["train_rank"](net, x, y, rank, ranks)
+    weights = nn.utils.parameters_to_vector(net.parameters()).detach()
+    seen = {"x": x, "y": y, "weights": weights, "outputs": outputs}
+    seen |= {"gradients": gradients, "left": left}
+    torch.save(seen, f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
