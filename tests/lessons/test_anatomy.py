@@ -79,6 +79,7 @@ def good(tmp_path):
         code("lesson.predict(guess, 2 + 2)\nprint(2 + 2)", UNGUESSED + "4\n"),
         text(ANSWER),
         text(
+            "## The course\n\n"
             "![a picture that is described](../imgs/here.svg) and [a link](01_float_formats.ipynb)"
         ),
         *exercise(1),
@@ -199,7 +200,10 @@ FAULTS = {
         say('<img src="x.png">'),
         output(6, FIGURE),
     ],
-    "links_lead_somewhere": [replace(12, "(01_float_formats.ipynb)", "(99_not_written.ipynb)")],
+    "links_lead_somewhere": [
+        replace(12, "(01_float_formats.ipynb)", "(99_not_written.ipynb)"),
+        replace(12, "(01_float_formats.ipynb)", "(01_float_formats.ipynb#Nowhere)"),
+    ],
     "code_cells_are_short": [
         replace(6, "print(1 + 1)", "print(1 + 1)\n" + "x = 1\n" * 30),
         lambda nb: [

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+import nbformat
 from nbformat import NotebookNode
 
 from amp_utils.course import CourseError, outline
@@ -248,6 +249,15 @@ def pictures_have_alt_text_and_are_local(nb, path):
     return complaints
 
 
+def headings(path):
+    """The headings of a notebook, or of a Markdown file, as links name them."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".ipynb":
+        text = "\n".join(cell.source for _, cell in prose(nbformat.reads(text, 4)))
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return [heading.strip().replace(" ", "-").lower() for heading in found]
+
+
 @rule
 def links_lead_somewhere(nb, path):
     complaints = []
@@ -255,7 +265,9 @@ def links_lead_somewhere(nb, path):
         for target in re.findall(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)", cell.source):
             if target.startswith(("https://", "#")):
                 continue
-            if not (path.parent / target.split("#")[0]).exists():
+            file, _, heading = target.partition("#")
+            there = path.parent / file
+            if not there.exists() or (heading and heading.lower() not in headings(there)):
                 complaints.append(f"Cell {i}: the link {target} leads nowhere.")
     return complaints
 
