@@ -116,14 +116,14 @@ def test_rounding_by_chance_keeps_every_bf16_number_and_the_mean(lesson):
     assert up == pytest.approx(0.25, abs=0.01)
 
 
-def test_a_pure_run_holds_nothing_but_bf16_numbers(lesson, monkeypatch):
+def test_a_run_with_bf16_weights_holds_nothing_but_bf16_numbers(lesson, monkeypatch):
     nets = []
     kept = lesson.new_net
     for function in (lesson.race,):
         function.__globals__["new_net"] = lambda *given: nets.append(kept(*given)) or nets[-1]
         function.__globals__["own_autocast"] = lesson.RoundingAutocast
         function.__globals__["unseen_loss"] = lambda net, count: 0.0
-    for lane in ("fp32", "pure bf16", "pure bf16, by chance"):
+    for lane in ("fp32", "bf16 weights", "bf16 weights, by chance"):
         assert all(math.isfinite(loss) for loss in lesson.race(lane, 0).losses)
     narrow = [all(torch.equal(p, p.bfloat16().float()) for p in net.parameters()) for net in nets]
     assert narrow == [False, True, True]
