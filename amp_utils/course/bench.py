@@ -205,7 +205,7 @@ class Bench:
         self.size = (512, 256) if self.on_cpu else (4096, 512)
         self.tables: list[str] = []
 
-    def time(self, runs: Sequence[Run], times=1, warmup=1, patience=10) -> list[Timing]:
+    def time(self, runs: Sequence[Run], times=1, warmup=1, patience=8) -> list[Timing]:
         named, repeats = dict(enumerate(runs)), times * self.repeats
         return [*compare(named, repeats, warmup, self.device, self.patience * patience).values()]
 
