@@ -16,9 +16,8 @@ import torch
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-from amp_utils.course import CourseError, notebook, pages, write_whole
+from amp_utils.course import CourseError, kernel, notebook, pages, write_whole
 from amp_utils.course.cells import decoded
-from amp_utils.course.kernel import AsyncManager
 from amp_utils.device import choose_device, describe
 
 SCHEMA = Path(__file__).parent / "templates" / "claims.schema.json"
@@ -106,8 +105,8 @@ def measure(lesson: Path, claims: Sequence[Claim]) -> tuple[dict[str, Any], list
     client = NotebookClient(
         notebook.read(lesson),
         resources=resources,
-        kernel_manager_class=AsyncManager,
-        extra_arguments=["--IPKernelApp.log_level=50"],  # no traceback after Ctrl-C
+        startup_timeout=300,  # a crowded machine may need more than nbclient's minute
+        **kernel.OPTIONS,
     )
     shown = [[c for c in claims if c.cell in notebook.tags(cell)] for cell in client.nb.cells]
     found = [claim for here in shown for claim in here]

@@ -21,3 +21,9 @@ class Manager(Private, KernelManager):
 
 class AsyncManager(Private, AsyncKernelManager):
     """For nbclient, and papermill with it."""
+
+
+OPTIONS = {
+    "kernel_manager_class": AsyncManager,
+    "extra_arguments": ["--IPKernelApp.log_level=50"],  # no traceback after Ctrl-C
+}

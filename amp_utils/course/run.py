@@ -17,8 +17,7 @@ import papermill
 from nbclient.exceptions import DeadKernelError
 from rich.progress import Progress
 
-from amp_utils.course import CourseError, notebook, shown, write_whole
-from amp_utils.course.kernel import AsyncManager
+from amp_utils.course import CourseError, kernel, notebook, shown, write_whole
 
 for name in ("papermill", "asyncio"):  # our sentences say what these would log
     logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -77,9 +76,8 @@ def run_lesson(
             progress_bar=False,
             start_timeout=300,  # a crowded machine may need more than papermill's minute
             on_cell_executed=step,
-            kernel_manager_class=AsyncManager,
             coalesce_streams=True,  # one output per stream, however often it was flushed
-            extra_arguments=["--IPKernelApp.log_level=50"],  # no traceback after Ctrl-C
+            **kernel.OPTIONS,
         )
         under_way.replace(finished)
     except Exception as error:  # also an unknown kernel or a full disk

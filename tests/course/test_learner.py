@@ -31,7 +31,7 @@ def address(course) -> Iterator[str]:
     own = {f"JUPYTER_{name}_DIR": str(course / name) for name in ("CONFIG", "DATA", "RUNTIME")}
     own |= {"IPYTHONDIR": str(course / "ipython"), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "amp_utils.course", "--root", course, "lab", "--no-browser"]
-    command += ["--port", str(*free_ports(1))]  # two servers that start at once may take the same
+    command += ["--port", str(free_ports(1)[0])]  # two servers that start at once may take the same
     with (course / "said").open("w") as out:
         pipes = {"stdout": out, "stderr": out, "start_new_session": True}
         opened = subprocess.Popen(command, cwd=course, env=os.environ | own, **pipes)
