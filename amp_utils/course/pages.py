@@ -63,6 +63,9 @@ class Renderer(IPythonRenderer):
 
     inline_math = staticmethod(mathml)
 
+    def block_code(self, code: str, info: str | None = None) -> str:
+        return WIDE.format("code", super().block_code(code, info))
+
     def block_math(self, latex: str) -> str:
         return WIDE.format("formula", mathml(latex, display=True))
 

@@ -467,8 +467,14 @@ def test_pages_are_accessible_and_fit_the_window(built, visit):
         for width in (360, 1200):
             page.set_viewport_size({"width": width, "height": 800})
             assert violations(page, dark=width == 360) == "", name
+    for path in (built / "index.html", *(built / "pages").glob("*.html")):
+        page = visit(path)
+        page.evaluate("document.querySelectorAll('details').forEach(fold => fold.open = true)")
+        for width in (360, 800, 1200):
+            page.set_viewport_size({"width": width, "height": 800})
             wide = page.evaluate("document.documentElement.scrollWidth")
-            assert wide == width, f"{name} is wider than the window"
+            assert wide == width, f"{path.name} is wider than the window"
+        page.close()
     page = visit(built / "index.html")
     page.evaluate(
         "document.querySelector('p').style.color = document.body.style.background = '#888'"

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-LIMIT = 300
+LIMIT = 1800
 T = TypeVar("T")
 
 
