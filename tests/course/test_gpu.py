@@ -85,7 +85,6 @@ def call(course, *arguments):
             "from amp_utils import lesson\nlesson.record(mse=0.5)",
             [("display_data", "recorded: mse")],
         ),
-        ("from IPython.display import HTML\nHTML('<b>')", [("display_data", "'<b>'")]),
         ("1 / 0", [("error", "division by zero")]),
         ("1 +", [("error", "invalid syntax")]),
         ("raise SystemExit(3)", [("error", "3")]),
