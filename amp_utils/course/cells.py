@@ -26,13 +26,6 @@ from amp_utils.course import write_whole
 Output = dict[str, Any]
 
 
-class Html(str):
-    """A text that is shown as HTML."""
-
-    def _repr_html_(self) -> str:
-        return str(self)
-
-
 @contextlib.contextmanager
 def outputs() -> Iterator[list[Output]]:
     """Collect what a block prints and displays, as a notebook's outputs.
@@ -55,14 +48,12 @@ def outputs() -> Iterator[list[Output]]:
 
     def display(shown: Any, raw: bool = False, metadata: Mapping | None = None, **_: Any) -> None:
         data = shown if raw else {"text/plain": repr(shown)}
-        if not raw and hasattr(shown, "_repr_html_"):
-            data["text/html"] = shown._repr_html_()
         metadata = {**(metadata or {})}
         collected.append({"output_type": "display_data", "data": data, "metadata": metadata})
 
     stand_in, module = ModuleType("IPython"), ModuleType("IPython.display")
     stand_in.version_info, stand_in.get_ipython = (9, 0, 0), lambda: None
-    stand_in.display, module.display, module.HTML = module, display, Html
+    stand_in.display, module.display = module, display
     before = {name: sys.modules.get(name) for name in ("IPython", "IPython.display")}
     sys.modules |= {"IPython": stand_in, "IPython.display": module}
     try:
@@ -170,13 +161,9 @@ def main(lesson: str, out: str, parameters: str) -> None:
     values: dict[str, Any] = {}
     os.chdir(Path(lesson).parent)  # as in a notebook
     notebook = run(Path(lesson), Path(out), json.loads(parameters), measuring(Path(lesson), values))
-    notebook["metadata"]["amp_utils"] |= {"claims": values, "peak": peak_bytes()}
+    peak = torch.cuda.max_memory_allocated()  # 0 where the lesson used no GPU
+    notebook["metadata"]["amp_utils"] |= {"claims": values, "peak": peak}
     write_whole(Path(out), json.dumps(notebook, indent=1))
-
-
-def peak_bytes() -> int:
-    """The most memory that tensors took on the GPU; 0 without one."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ SHRINKS = 4  # a lesson that has run out of memory is tried at half its sizes so
 
 
 def run_limited(*command: str, limit: float, **environment: str) -> tuple[int | None, str]:
-    """Run a Python module in a group of its own, which ends with it; its status and all it said.
+    """Run a Python module in a group of its own, which ends with it; its status and last line.
 
     The status is None where the time limit ended it.
     """
@@ -54,23 +54,18 @@ def run_limited(*command: str, limit: float, **environment: str) -> tuple[int | 
         except ProcessLookupError:
             pass
         process.communicate()
-    return status, said
-
-
-def sizes(device: str) -> dict[str, dict[str, Any]]:
-    """Parameters by lesson where they differ from the lesson's own choice for the device."""
-    return PLAN["sizes"] if device == "cuda" else {}
+    return status, " ".join(said.strip().splitlines()[-1:])
 
 
 def try_lesson(path: Path, out: Path, device: str, limit: float) -> dict[str, Any]:
     """Run a lesson in a process of its own; without enough memory again, at half its sizes."""
     number, executed = path.stem.split("_")[0], out / path.name
-    parameters = {"device": device} | sizes(device).get(number, {})
+    parameters = {"device": device}
     for shrink in range(SHRINKS + 1):
         executed.unlink(missing_ok=True)
         begin = time.perf_counter()
         told = str(path), str(executed), json.dumps(parameters)
-        status, said = run_limited(CHILD, *told, limit=limit, MPLBACKEND="agg")
+        status, last = run_limited(CHILD, *told, limit=limit, MPLBACKEND="agg")
         row = {"lesson": path.stem, "parameters": parameters, "cells": 0}
         if executed.exists():
             row |= json.loads(executed.read_bytes())["metadata"]["amp_utils"]
@@ -78,7 +73,7 @@ def try_lesson(path: Path, out: Path, device: str, limit: float) -> dict[str, An
         if status is None:
             row["error"] = f"stopped after {limit:.0f} s, {row['cells']} cells were done"
         elif status:  # the process did not come to the end of its own reporting
-            row["error"] = f"exit status {status}: {' '.join(said.strip().splitlines()[-1:])}"
+            row["error"] = f"exit status {status}: {last}"
         limit -= row["seconds"]
         if "OutOfMemoryError" not in (row["error"] or "") or number not in PLAN["shrink"]:
             break
@@ -92,12 +87,13 @@ def try_bench(pairs: Sequence[str], root: Path, device: str, limit: float) -> di
     told = "--root", str(root), "bench", "--device", device, "--patience", "0.3", *pairs
     begin, path = time.perf_counter(), root / "runs" / f"bench-{device}.json"
     path.unlink(missing_ok=True)
-    status, said = run_limited("amp_utils.course", *told, limit=limit)
-    last = " ".join(said.strip().splitlines()[-1:])
-    error = f"stopped after {limit:.0f} s" if status is None else status and last or None
+    status, last = run_limited("amp_utils.course", *told, limit=limit)
     kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    if kept.get("results"):
-        error = None if status is not None else error  # a bar that is not kept is no failure here
+    error = None  # a bar that is not kept is no failure here
+    if status is None:
+        error = f"stopped after {limit:.0f} s"
+    elif status and not kept.get("results"):
+        error = last or None
     row = {"lesson": f"bench {' '.join(pairs)}", "error": error, "parameters": {}, "cells": 0}
     return row | {"seconds": round(time.perf_counter() - begin, 1), "bench": kept}
 
@@ -127,7 +123,9 @@ def summary(results: Mapping[str, Any]) -> str:
         outcome = str(row["error"] or "passed").replace("|", "\\|").splitlines()[0]
         cells = row["lesson"], outcome, row["seconds"], f"{row.get('peak', 0) / gib:.2f}", sizes
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join([*lines, "", benchmarks(results), *tables(results)]).strip() + "\n"
+    tables = [text for row in results["rows"] for text in row.get("bench", {}).get("tables", [])]
+    printed = [f"\n```\n{text.strip()}\n```" for text in tables]
+    return "\n".join([*lines, "", benchmarks(results), *printed]).strip() + "\n"
 
 
 def benchmarks(results: Mapping[str, Any]) -> str:
@@ -139,12 +137,6 @@ def benchmarks(results: Mapping[str, Any]) -> str:
             middle = median(result["values"])
             lines.append(f"| {result['name']} | {middle:.3f} | {low:.3f} to {high:.3f} |")
     return "\n".join(lines)
-
-
-def tables(results: Mapping[str, Any]) -> list[str]:
-    """The benchmarks' own tables, as they were printed."""
-    found = [text for row in results["rows"] for text in row.get("bench", {}).get("tables", [])]
-    return [f"\n```\n{text.strip()}\n```" for text in found]
 
 
 def adopt(root: Path, folder: Path) -> int:

@@ -16,24 +16,19 @@ BLUE, RED, ORANGE, GREEN = "#0072B2", "#D55E00", "#E69F00", "#009E73"  # those o
 
 
 def show(name: str, data: Any, *, label: str, alt: str, still: str, uses: str = "") -> None:
-    """Display the figure of `name.js` with `data`, anything that JSON can hold but no NaN.
+    """Display the figure of `name.js` with `data`, anything that JSON can hold.
 
     `label` names it for a screen reader. `still` is an SVG (see `drawing`) with the same message,
     seen where no script runs, and `alt` its message in words. `uses` names a file of functions,
-    `floats` for `floats.js`, that `name.js` shares with other figures.
+    `floats` for `floats.js`, that `name.js` shares with other figures. ValueError for data with NaN
+    or infinity.
     """
     from IPython.display import display
 
-    page = bundle(name, data, label=label, alt=alt, still=still, uses=uses)
-    display({"text/html": page, "text/plain": f"[figure to touch: {alt}]"}, raw=True)
-
-
-def bundle(name: str, data: Any, *, label: str, alt: str, still: str, uses: str = "") -> str:
-    """The HTML that `show` displays. ValueError for data with NaN or infinity."""
     scripts = "\n".join(_source(f"{part}.js") for part in ("frame", uses, name) if part)
     style, values = _json(_source("frame.css")), _json(data)
     picture = base64.b64encode(still.encode()).decode()
-    return f"""\
+    page = f"""\
 <div class="touch" data-lm-suppress-shortcuts="true"><img alt="{html.escape(alt)}" \
 style="max-width: 100%" src="data:image/svg+xml;base64,{picture}"></div>
 <script>
@@ -44,6 +39,7 @@ const host = document.currentScript.parentElement.querySelector(".touch:not([dat
 if (host) frame(host, {style}, {_json(label)}, stage => figure(stage, {values}));
 }})();
 </script>"""
+    display({"text/html": page, "text/plain": f"[figure to touch: {alt}]"}, raw=True)
 
 
 def drawing(width: int, height: int, *parts: str) -> str:
@@ -57,7 +53,8 @@ def drawing(width: int, height: int, *parts: str) -> str:
 
 def text(x: float, y: float, words: str, **attributes: str | float) -> str:
     """A line of text in a drawing; `text_anchor="end"` and the like are its attributes."""
-    return f'<text x="{x:g}" y="{y:g}"{_attributes(attributes)}>{html.escape(words)}</text>'
+    given = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+    return f'<text x="{x:g}" y="{y:g}"{given}>{html.escape(words)}</text>'
 
 
 def path(steps: str, color: str, width: float = 1) -> str:
@@ -72,10 +69,6 @@ def power(exponent: int) -> str:
     '2⁻²⁴'
     """
     return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-
-
-def _attributes(given: dict[str, str | float]) -> str:
-    return "".join(f' {name.replace("_", "-")}="{value}"' for name, value in given.items())
 
 
 def _json(value: Any) -> str:
