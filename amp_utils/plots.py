@@ -197,19 +197,17 @@ def number_line(
 def scale_history(
     scales: Sequence[float],
     skipped: Sequence[bool],
-    errors: Series | None = None,
+    errors: Series,
     *,
     title: str,
     alt: str,
 ) -> None:
     """The loss scale used at each step, on a power-of-two axis; a cross marks a skipped step.
 
-    Beneath it, on the same steps, the `errors` of the runs that are given, in shares of the
-    variance.
+    Beneath it, on the same steps, the `errors` of the given runs, in shares of the variance.
     """
-    panels = 1 + bool(errors)
-    with _drawing(alt, (7, 2.6 * panels), panels, sharex=True, squeeze=False) as axes:
-        above, steps = axes[0, 0], range(1, len(scales) + 1)
+    with _drawing(alt, (7, 5.2), 2, sharex=True) as (above, below):
+        steps = range(1, len(scales) + 1)
         above.step(steps, scales, where="mid", color=BLACK, label="loss scale")
         marks = [mark for *mark, skip in zip(steps, scales, skipped, strict=True) if skip]
         if marks:
@@ -220,13 +218,11 @@ def scale_history(
             above.set_ylim(top=4 * max(scales))
         above.set(title=title, ylabel="loss scale")
         _label_ends(above)
-        for i, (label, values) in enumerate((errors or {}).items()):
+        for i, (label, values) in enumerate(errors.items()):
             look = {"color": "#777777" if i else BLACK, "linestyle": LINES[i % 6], "label": label}
-            axes[1, 0].plot(range(1, len(values) + 1), values, **look)
-        if errors:
-            axes[1, 0].set(ylabel="error (share of variance)", yscale="log")
-            _label_ends(axes[1, 0])
-        axes[-1, 0].set_xlabel("step")
+            below.plot(range(1, len(values) + 1), values, **look)
+        below.set(xlabel="step", ylabel="error (share of variance)", yscale="log")
+        _label_ends(below)
 
 
 def stacked_bars(

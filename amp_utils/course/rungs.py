@@ -1,9 +1,7 @@
 """The recipe's training step and its products in every precision that a device has."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from statistics import median
 
 import torch
 from torch import nn
@@ -26,20 +24,14 @@ PEAKS = {
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
-@contextmanager
-def tf32() -> Iterator[None]:
-    """Let float32 products on CUDA round their inputs to TF32; as before on leaving."""
+def in_tf32(run: Callable[[], object]) -> None:
+    """Call `run` while float32 products on CUDA round their inputs to TF32."""
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        yield
+        run()
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
-
-
-def in_tf32(run: Callable[[], object]) -> None:
-    with tf32():
-        run()
 
 
 def names(device: torch.device) -> list[str]:
@@ -92,7 +84,7 @@ def table(title: str, taken: dict[str, Timing], flops: float, device: torch.devi
     peaks = next((peaks for part, peaks in PEAKS.items() if part in name), {})
     lines = [f"\n{title:<34}{'ms':>9}{'TFLOP/s':>10}{'of peak':>9}"]
     for row, timing in taken.items():
-        rate = flops / median(timing.seconds) / 1e12
+        rate = flops / timing.median / 1e12
         peak = peaks.get(row.split()[0])
         share = f"{rate / peak:9.0%}" if peak else ""
         lines.append(f"{row:<34}{1e3 * timing.median:9.3f}{rate:10.3g}{share}")

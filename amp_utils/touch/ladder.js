@@ -83,13 +83,13 @@ function figure(stage, {vector, outlier, formats}) {
       const height = Math.max(0.7, (below - middle - 34) * errors[i]);
       parts.push(make("rect", {x: x(i) - 0.38 * unit, width: 0.76 * unit, y: below - height, height, fill: color(i)}));
     });
-    parts.push(make("text", {x: left, y: middle + 22, class: "quiet"}, "error by element"));
+    parts.push(make("text", {x: left, y: middle + 22, class: "quiet"}, "error by element, in % of its value"));
     for (const [share, name] of [[0, "0%"], [1, "100%"]]) parts.push(make("text", {x: left - 6, y: below + 4 - (below - middle - 34) * share, "text-anchor": "end", class: "quiet"}, name));
     parts.push(make("line", {x1: left, x2: width, y1: below, y2: below, stroke: "var(--ink)"}));
     stage.picture.replaceChildren(make("svg", {viewBox: `0 0 ${width} 316`, width, height: 316, "aria-hidden": "true"}, ...parts));
 
     const zeros = stored.filter(value => value === 0).length, error = 100 * relative(given, stored);
-    const wrong = Number.isFinite(error) ? `the error is ${error.toPrecision(2)}% of their length` : "a value becomes infinite";
+    const wrong = Number.isFinite(error) ? `the norm of the errors is ${error.toPrecision(2)}% of theirs` : "a value becomes infinite";
     stage.say(`${f.name}, ${bits(f, kind, size)} bits a value: of ${vector.length} values ${zeros} become zero, and ${wrong}.`);
   };
 }
