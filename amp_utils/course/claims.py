@@ -16,7 +16,7 @@ import torch
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-from amp_utils.course import CourseError, kernel, notebook, pages, write_whole
+from amp_utils.course import CourseError, is_number, kernel, notebook, pages, write_whole
 from amp_utils.course.cells import decoded
 from amp_utils.device import choose_device, describe
 
@@ -33,7 +33,7 @@ class Claim(SimpleNamespace):
         """Whether a measured value stands to the expected one as the claim says."""
         if self.compare == "equal":
             return type(value) is type(self.expected) and value == self.expected
-        if not _is_number(value):
+        if not is_number(value):
             return False
         if self.compare == "close":
             return math.isclose(value, self.expected, rel_tol=self.tolerance)
@@ -50,7 +50,7 @@ class Claim(SimpleNamespace):
             return f"{self.id} was not measured."
         for machine, value in values.items():
             holds = self.holds(value)
-            if not (_is_number(value) if varies else holds == (self.verdict in HOLDING)):
+            if not (is_number(value) if varies else holds == (self.verdict in HOLDING)):
                 outcome = f"with {value!r} it {'holds' if holds else 'does not hold'}"
                 return f"{self.id} is said to be {self.verdict!r}, but {outcome} ({machine})."
         return None
@@ -60,10 +60,6 @@ class Claim(SimpleNamespace):
         unknown = all(entry["value"] is None for entry in measured.values())
         varies = self.verdict == "depends on hardware"
         return "not measurable here" if varies and unknown else self.verdict
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def read(notebooks: Path) -> SimpleNamespace:

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import product
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 
 from amp_utils import lesson as lessons
 from amp_utils import plots
-from amp_utils.course import CourseError, notebook, pages, write_whole
+from amp_utils.course import CourseError, is_number, notebook, pages, write_whole
 
 Row = dict[str, Any]
 Runs = Mapping[str, Mapping[str, Any]]  # parameters by name
@@ -66,11 +65,6 @@ def read_back(lesson: Path, out: Path, runs: Runs, failures: Mapping[str, str]) 
             row |= {f"recorded {key}" if key in row else key: results[key] for key in results}
         rows.append(row)
     return rows
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value can be drawn."""
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def lines(rows: list[Row], columns: list[str], parameters: list[str]) -> dict[tuple[str, str], Any]:
