@@ -26,7 +26,7 @@ HINT = "<details><summary>Hint</summary>\n\nThink.\n</details>"
 ANSWER = "<details><summary>Answer</summary>\n\nTwo.\n</details>"
 RECAP = "## Recap\n1. **One**: `1`.\n2. **Two**: `2`.\n3. **Three**: `3`."
 STUB = "def f():\n    raise NotImplementedError"
-SOLUTION = "# One way to do it\ndef f():\n    return 1\n\n\ncheck_f()"
+SOLUTION = "# Solution of exercise {}\ndef f():\n    return 1\n\n\ncheck_f()"
 GUESS = "guess = None  # a whole number"
 UNGUESSED = "✎ make your guess first\n"
 
@@ -48,7 +48,7 @@ def exercise(number):
             "@lesson.check\ndef check_f():\n    assert f() == 1", "✎ not attempted yet\n", "check"
         ),
         text(HINT, "hint"),
-        code(SOLUTION, "✓ correct\n", "solution", jupyter={"source_hidden": True}),
+        code(SOLUTION.format(number), "✓ correct\n", "solution", jupyter={"source_hidden": True}),
     ]
 
 
@@ -166,7 +166,7 @@ FAULTS = {
     ],
     "exercises_have_their_shape": [
         lambda nb: nb.cells[17].metadata.pop("jupyter"),
-        replace(17, "# One way to do it\n", ""),
+        replace(17, "# Solution of exercise 1\n", "# It returns 1\n"),
         replace(13, "(●○○, 5 min)", ""),
         replace(14, "raise NotImplementedError", "return 1"),
         output(15, new_output("stream", text="✓ correct\n")),

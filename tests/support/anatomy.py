@@ -142,9 +142,10 @@ def exercises_have_their_shape(nb, path):
             complaints.append(f"Cell {i + 1}: the stub does not raise NotImplementedError.")
         if "<summary>Hint</summary>" not in hint.source:
             complaints.append(f"Cell {i + 3}: the hint is not collapsed.")
-        if not solution.source.startswith("#"):
+        if not solution.source.startswith(f"# Solution of exercise {number}\n"):
             complaints.append(
-                f"Cell {i + 4}: a solution begins with a comment, which is previewed."
+                f"Cell {i + 4}: it begins with another line than # Solution of exercise {number}."
+                " JupyterLab shows that line of a collapsed solution, so it must tell nothing."
             )
         if not solution.metadata.get("jupyter", {}).get("source_hidden"):
             complaints.append(
