@@ -93,7 +93,7 @@ def try_bench(pairs: Sequence[str], root: Path, device: str, limit: float) -> di
     if status is None:
         error = f"stopped after {limit:.0f} s"
     elif status and not kept.get("results"):
-        error = last or None
+        error = f"exit status {status}: {last}"
     row = {"lesson": f"bench {' '.join(pairs)}", "error": error, "parameters": {}, "cells": 0}
     return row | {"seconds": round(time.perf_counter() - begin, 1), "bench": kept}
 

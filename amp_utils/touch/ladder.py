@@ -29,7 +29,7 @@ def ladder(vector: Tensor, outlier: int = 40, power: int = 20) -> None:
 
     The vector has a multiple of 32 values, 128 at most, and no zeros; `outlier` is the place of the
     element that is multiplied by a power of two, 2^power in the drawing that stands still.
-    ValueError for another vector.
+    ValueError for another vector or place.
     """
     values = vector.detach().double().flatten()
     if (
@@ -38,6 +38,8 @@ def ladder(vector: Tensor, outlier: int = 40, power: int = 20) -> None:
         or not (values.isfinite() & (values != 0)).all()
     ):
         raise ValueError("vector is not allowed: give 32, 64, 96 or 128 finite numbers, no zeros.")
+    if not 0 <= outlier < len(values):
+        raise ValueError(f"outlier = {outlier} is not allowed: give 0 to {len(values) - 1}.")
     rows = {name: errors(enlarged(values, outlier, power), *way) for name, way in STILL.items()}
     lost = ", ".join(f"{(row == 1).sum()} with {name}" for name, row in rows.items())
     frame.show(

@@ -153,6 +153,13 @@ def test_a_rehearsal_keeps_going_and_says_how_each_lesson_ended(course, capsys, 
     assert "| 10_amp_recipe | passed |" in table and "batch=128" in table
 
 
+def test_a_benchmark_that_dies_without_a_word_has_not_passed(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "run_limited", lambda *_, **__: (-9, ""))
+    assert gpu.try_bench(["ledger"], tmp_path, "cpu", 1)["error"] == "exit status -9: "
+    monkeypatch.setattr(gpu, "run_limited", lambda *_, **__: (0, ""))
+    assert gpu.try_bench(["ledger"], tmp_path, "cpu", 1)["error"] is None
+
+
 @pytest.mark.full
 def test_the_limit_ends_a_lesson_and_all_that_it_started(course, monkeypatch):
     class OnceStarted(subprocess.Popen):

@@ -49,3 +49,5 @@ def test_a_vector_that_cannot_be_drawn_is_refused():
     for wrong in (torch.ones(33), torch.zeros(32), torch.ones(160)):
         with pytest.raises(ValueError, match="give 32, 64, 96 or 128 finite numbers"):
             touch.ladder(wrong)
+    with pytest.raises(ValueError, match="outlier = 40 is not allowed: give 0 to 31"):
+        touch.ladder(torch.ones(32))
