@@ -127,9 +127,7 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
 
     reader.reads_below("def check_autocast_dtype", "✎ not attempted yet")
     reader.unfolds("Hint", "It is a context manager, and every tensor knows its .dtype.")
-    reader.unfolds(
-        "# The region ends with the `with` block, and so with the function.", "return (a @ b).dtype"
-    )
+    reader.unfolds("# Solution of exercise 1", "return (a @ b).dtype")
     reader.writes(
         "raise NotImplementedError",
         "def autocast_dtype(a, b):",

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-LIMIT = 1800
+LIMIT = 300
 T = TypeVar("T")
 
 
