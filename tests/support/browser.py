@@ -106,6 +106,8 @@ def opened(browser) -> Iterator[Callable]:
             page.goto(address)
         else:
             page.set_content(f"<!DOCTYPE html><html lang=en><body>{html}</body></html>")
+        if options.get("java_script_enabled", True):
+            two_frames(page)  # a figure draws itself once the first frame has its width
         return page
 
     yield open_page
@@ -120,6 +122,12 @@ def visit(opened) -> Callable:
     return lambda path, **options: opened(address=path.as_uri(), **options)
 
 
+def two_frames(page) -> None:
+    """Wait until the page has been drawn twice."""
+    frame = "requestAnimationFrame"
+    page.evaluate(f"new Promise(done => {frame}(() => {frame}(done)))")
+
+
 def violations(page, part: str | None = None, dark: bool = True) -> str:
     """What axe finds on a page, or in a part of it, against WCAG 2.2 AA: a line each, or "".
 
@@ -131,9 +139,9 @@ def violations(page, part: str | None = None, dark: bool = True) -> str:
         "runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"],
         "rules": {"label-content-name-mismatch": {"enabled": True}},  # an experiment until 4.13
     }
-    found, frame = "", "requestAnimationFrame"
+    found = ""
     for scheme, asked in [("dark", {"runOnly": ["color-contrast"]})] * dark + [("light", options)]:
         page.emulate_media(color_scheme=scheme)
-        page.evaluate(f"new Promise(done => {frame}(() => {frame}(done)))")  # the page has heard
+        two_frames(page)  # the page has heard
         found += Axe().run(page, context=part, options=asked).generate_snapshot()
     return found
