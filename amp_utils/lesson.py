@@ -24,12 +24,16 @@ def whole(low: int, high: float = math.inf) -> Rule:
     return lambda value: type(value) is int and low <= value <= high, f"a whole number {words}"
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite int or float."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 def real(*, above=-math.inf, at_least=-math.inf, at_most=math.inf) -> Rule:
     """A finite number within the given limits; whole numbers count as numbers."""
 
     def accepts(value: Any) -> bool:
-        number = type(value) in (int, float) and math.isfinite(value)
-        return number and value > above and at_least <= value <= at_most
+        return is_number(value) and value > above and at_least <= value <= at_most
 
     limits = {"above": above, "at least": at_least, "at most": at_most}
     given = [f"{words} {limit:g}" for words, limit in limits.items() if math.isfinite(limit)]

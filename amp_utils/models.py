@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 def mlp(features: int, width: int, outputs: int, layers: int = 3) -> nn.Sequential:
     """Linear layers with ReLU between them: (N, features) → (N, outputs)."""
+    if layers < 2:
+        raise ValueError(f"layers = {layers} is not allowed: give a whole number of at least 2.")
     sizes = [features] + [width] * (layers - 1) + [outputs]
     linear = [nn.Linear(*ends) for ends in zip(sizes, sizes[1:], strict=False)]
     return nn.Sequential(*[part for layer in linear for part in (layer, nn.ReLU())][:-1])

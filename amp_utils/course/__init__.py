@@ -5,11 +5,8 @@ from pathlib import Path
 
 import click
 
-from amp_utils.lesson import real
-
 ROOT = Path(__file__).parents[2]
 LEARN = "learn"  # the folder of a learner's own copies and progress, beside notebooks/
-is_number = real()[0]  # a finite int or float
 
 
 class CourseError(click.ClickException):

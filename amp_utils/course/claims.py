@@ -16,9 +16,10 @@ import torch
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-from amp_utils.course import CourseError, is_number, kernel, notebook, pages, write_whole
+from amp_utils.course import CourseError, kernel, notebook, pages, write_whole
 from amp_utils.course.cells import decoded
 from amp_utils.device import choose_device, describe
+from amp_utils.lesson import is_number
 
 SCHEMA = Path(__file__).parent / "templates" / "claims.schema.json"
 # An expression, so that the lesson's names and history stay as they are.

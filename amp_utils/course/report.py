@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 
 from amp_utils import lesson as lessons
 from amp_utils import plots
-from amp_utils.course import CourseError, is_number, notebook, pages, write_whole
+from amp_utils.course import CourseError, notebook, pages, write_whole
+from amp_utils.lesson import is_number
 
 Row = dict[str, Any]
 Runs = Mapping[str, Mapping[str, Any]]  # parameters by name

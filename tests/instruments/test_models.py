@@ -1,6 +1,7 @@
 """The shared networks and data are what their lessons say they are."""
 
 import numpy as np
+import pytest
 import torch
 from support.each import each
 
@@ -13,6 +14,11 @@ def test_the_mlp_has_the_layers_asked_for(layers):
     assert net(torch.zeros(3, 4)).shape == (3, 2)
     assert sum(isinstance(module, torch.nn.Linear) for module in net) == layers
     assert not isinstance(net[-1], torch.nn.ReLU)
+
+
+def test_an_mlp_of_one_layer_is_refused():
+    with pytest.raises(ValueError, match="layers = 1 is not allowed"):
+        models.mlp(4, 8, 2, layers=1)
 
 
 @each("size", [4, 7, 40])
