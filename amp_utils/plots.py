@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from amp_utils.formats import Format
@@ -168,6 +169,8 @@ def number_line(
     colors: Mapping[str, str] = COLORS,
     symbols: str = "",
     xlabel: str = "",
+    log: bool = False,
+    row: float = 0.42,
     title: str,
     alt: str,
 ) -> None:
@@ -176,9 +179,15 @@ def number_line(
     `names` are written at the ticks in place of their values; a dotted line through all rows stands
     at `mark`. A row that `colors` does not name is black. With `symbols`, matplotlib's markers, the
     first number of each row is drawn as the first of them, and so on around, in place of a stroke.
+    A row without numbers is a heading. The axis is logarithmic with `log`; `row` is a row's height,
+    in inches.
     """
-    with _drawing(alt, (7.6, 0.42 * len(rows) + 0.9)) as axes:
+    with _drawing(alt, (7.6, row * len(rows) + 0.9)) as axes:
+        axes.set_xscale("log" if log else "linear")
+        axes.xaxis.set_minor_locator(NullLocator())
         for y, (label, numbers) in enumerate(rows.items()):
+            if len(numbers) == 0:
+                continue
             axes.plot([ticks[0], ticks[-1]], [-y, -y], color="#999999", linewidth=0.8)
             color = colors.get(label, BLACK)
             for number, symbol in zip(numbers, cycle(symbols), strict=False):
