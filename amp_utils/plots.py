@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from amp_utils.formats import Format
@@ -168,6 +169,8 @@ def number_line(
     colors: Mapping[str, str] = COLORS,
     symbols: str = "",
     xlabel: str = "",
+    log: bool = False,
+    row: float = 0.42,
     title: str,
     alt: str,
 ) -> None:
@@ -176,9 +179,15 @@ def number_line(
     `names` are written at the ticks in place of their values; a dotted line through all rows stands
     at `mark`. A row that `colors` does not name is black. With `symbols`, matplotlib's markers, the
     first number of each row is drawn as the first of them, and so on around, in place of a stroke.
+    A row without numbers is a heading. The axis is logarithmic with `log`; `row` is a row's height,
+    in inches.
     """
-    with _drawing(alt, (7.6, 0.42 * len(rows) + 0.9)) as axes:
+    with _drawing(alt, (7.6, row * len(rows) + 0.9)) as axes:
+        axes.set_xscale("log" if log else "linear")
+        axes.xaxis.set_minor_locator(NullLocator())
         for y, (label, numbers) in enumerate(rows.items()):
+            if len(numbers) == 0:
+                continue
             axes.plot([ticks[0], ticks[-1]], [-y, -y], color="#999999", linewidth=0.8)
             color = colors.get(label, BLACK)
             for number, symbol in zip(numbers, cycle(symbols), strict=False):
@@ -201,10 +210,13 @@ def scale_history(
     *,
     title: str,
     alt: str,
+    ylabel: str = "error (share of variance)",
+    log: bool = True,
 ) -> None:
     """The loss scale used at each step, on a power-of-two axis; a cross marks a skipped step.
 
-    Beneath it, on the same steps, the `errors` of the given runs, in shares of the variance.
+    Beneath it, on the same steps, the `errors` of the given runs, whose axis says `ylabel` and is
+    logarithmic unless `log` is off.
     """
     with _drawing(alt, (7, 5.2), 2, sharex=True) as (above, below):
         steps = range(1, len(scales) + 1)
@@ -221,7 +233,7 @@ def scale_history(
         for i, (label, values) in enumerate(errors.items()):
             look = {"color": "#777777" if i else BLACK, "linestyle": LINES[i % 6], "label": label}
             below.plot(range(1, len(values) + 1), values, **look)
-        below.set(xlabel="step", ylabel="error (share of variance)", yscale="log")
+        below.set(xlabel="step", ylabel=ylabel, yscale="log" if log else "linear")
         _label_ends(below)
 
 

@@ -32,6 +32,7 @@ from amp_utils.timing import cpu_clock, synchronize
 
 aten = torch.ops.aten
 NARROW = (torch.float16, torch.bfloat16)
+RNNS = ("_cudnn_rnn", "miopen_rnn", "mkldnn_rnn_layer")  # fused; torch counts no FLOPs in them
 SAMPLE = 2048  # values of a tensor that are kept
 SCALER = {"scale": "A", "unscale_": "U", "step": "S", "update": "P", "get_scale": "G"}
 LISTEN = [  # owner, function, its letter in the trace, what runs inside it
@@ -52,6 +53,16 @@ SETTINGS = [  # a step may change these too
     (torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all),
     (torch.is_grad_enabled, torch.set_grad_enabled),
 ]
+
+
+def flops_of(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating-point operations of a kernel's matrix products; KeyError if it makes none."""
+    name = packet.__name__
+    if name.removesuffix("_backward") in RNNS:
+        given, *weights = tensors(args[:5])
+        products = 2 * given.shape[:-1].numel() * sum(w.numel() for w in weights if w.ndim == 2)
+        return 2 * products if name.endswith("_backward") else products
+    return flop_registry[packet](*args, **kwargs, out_val=result)
 
 
 class Saved(AbstractContextManager):
@@ -278,7 +289,7 @@ class Watcher(Transparent):
                 counts["repeats"] = key in self.cast
                 self.cast.add(key)
         with suppress(Exception):  # no product, or a call that the formula does not know
-            flops = flop_registry[packet](*args, **kwargs, out_val=result)
+            flops = flops_of(packet, args, kwargs, result)
             # Of a convolution the channels; what is as small as a picture's cannot be helped.
             which = slice(1, 2) if "conv" in name else slice(-2, None)
             sizes = [size for tensor in given + made for size in tensor.shape[which] if size > 4]
@@ -286,7 +297,8 @@ class Watcher(Transparent):
             self.seconds[-1]["products"] += seconds - self.overhead
             # The largest; on a CPU, which may be slow in 16 bits, the one nearest to 3·10^7 FLOPs.
             far = abs(math.log(flops / (3e7 if self.device.type == "cpu" else 1e30)))
-            if phase == "forward" and "attention" not in name and far < self.far:
+            fused = "attention" in name or name in RNNS
+            if phase == "forward" and not fused and far < self.far:
                 shapes = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
                 self.far, self.sample = far, (flops, func, shapes)
         self.ops[module, phase, name, source.dtype].update(counts)

@@ -605,6 +605,26 @@ def test_a_convolution_that_calls_another_counts_once():
     assert seen.seconds[0]["products"] == sum(op["calls"] for op in products) == 1
 
 
+def test_a_fused_lstm_has_the_products_of_one_that_is_not():
+    """torch counts none in the one kernel that CPUs with 16-bit units, and all GPUs, run it as."""
+    net = nn.LSTM(16, 24, num_layers=2, bidirectional=True)
+    x, hidden = torch.randn(5, 3, 16, requires_grad=True), torch.zeros(4, 3, 24, requires_grad=True)
+    products = collections.Counter()
+    for fused in (False, True):
+        seen = doctor.Watcher(net, doctor.Saved(net))
+        with torch.backends.mkldnn.flags(enabled=fused):
+            seen.watch(lambda: net(x, (hidden, hidden))[0].sum().backward(), 1)
+        if fused != any("rnn" in name for _, _, name, _ in seen.ops):
+            pytest.skip("on this CPU torch fuses no LSTM")
+        for (_, phase, _, _), op in seen.ops.items():
+            products[phase, fused] += op["flops"]
+    assert products["forward", True] == products["forward", False] > 0
+    assert products["backward", True] == products["backward", False] > 0
+    call = x, net._flat_weights, 4, None, hidden, hidden  # as cuDNN's kernel gets them
+    flops = watcher.flops_of(torch.ops.aten._cudnn_rnn, call, {}, None)
+    assert flops == products["forward", True]
+
+
 def test_attention_takes_no_part_in_the_race_as_a_gpus_kernels_refuse_float32(monkeypatch):
     net, x = nn.Linear(8, 8), torch.randn(1, 2, 64, 8)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

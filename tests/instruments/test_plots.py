@@ -128,9 +128,24 @@ def test_the_number_line_tells_the_first_numbers_of_all_rows_from_the_second_one
     assert not axes.collections
 
 
+def test_on_the_number_line_a_row_without_numbers_is_a_heading_and_the_axis_may_be_logarithmic(
+    drawn,
+):
+    rows, look = {"HEADING": [], "a": [2]}, {"title": "t", "alt": "a"}
+    plots.number_line(rows, ticks=[1, 4], symbols="o", log=True, row=1.0, **look)
+    figure, axes = drawn[0][0], drawn[0][0].axes[0]
+    assert [list(line.get_ydata()) for line in axes.lines] == [[-1, -1], [-1]]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["HEADING", "a"]
+    assert axes.get_xscale() == "log" and figure.get_figheight() == pytest.approx(2.9)
+    assert [label.get_text() for label in axes.get_xticklabels(which="both")] == ["1", "4"]
+
+
 def test_the_scale_history_marks_skipped_steps_and_draws_errors_beneath(drawn):
     skipped, errors = [False, True, False], {"one": [3.0, 2.0, 1.0], "two": [3.0, 3.0, 3.0]}
     plots.scale_history([4.0, 4.0, 2.0], skipped, errors, title="t", alt="a")
+    plots.scale_history([4.0], [False], errors, title="t", alt="a", ylabel="loss", log=False)
+    looks = [(f.axes[1].get_ylabel(), f.axes[1].get_yscale()) for f, *_ in drawn]
+    assert looks == [("error (share of variance)", "log"), ("loss", "linear")]
     (line, marks, *_), beneath = drawn[0][0].axes[0].lines, drawn[0][0].axes[1].lines
     assert [list(curve.get_ydata()) for curve in beneath[:2]] == list(errors.values())
     assert list(line.get_ydata()) == [4.0, 4.0, 2.0]

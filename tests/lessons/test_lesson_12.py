@@ -37,40 +37,23 @@ def test_training_in_pieces_is_training_in_one(lesson):
     assert whole.losses == pieces.losses
 
 
-def test_another_order_is_the_same_function(lesson):
-    straight, shuffled = lesson.start("fp32", 0), lesson.start("another order", 0)
+def test_reordered_pixels_are_the_same_function(lesson):
+    straight, shuffled = lesson.start("fp32", 0), lesson.start("fp32 reordered", 0)
     assert not torch.equal(straight.inputs, shuffled.inputs)
     for run in (straight, shuffled):
         lesson.train(run, 1)
     assert straight.losses[0] == pytest.approx(shuffled.losses[0], rel=1e-5)
 
 
-@each("init_scale", [2.0**16, 1000.0, 2.0**30])
+@each("init_scale", [2.0**16, 12_345.0, 2.0**30])
 def test_your_own_amp_is_torchs_at_any_scale(lesson, init_scale):
     theirs, mine = lesson.new_run("fp16", 0), lesson.new_run("fp16", 0)
     theirs.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
     mine.scaler = lesson.MyScaler(init_scale, growth_interval=3)
     lesson.train(theirs, 20)
-    lesson.train_mine(mine, 20)
+    lesson.train(mine, 20, lesson.my_autocast)
     assert theirs.losses == mine.losses
     assert theirs.scaler.get_scale() == mine.scaler.loss_scale.item()
-
-
-def test_the_error_is_taken_without_moving_an_average(lesson):
-    run = lesson.new_run("fp32", 0)
-    lesson.train(run, 20)
-    before = {name: value.clone() for name, value in run.net.state_dict().items()}
-    assert lesson.error(run, training=False) > 1.1 * lesson.error(run, training=True)
-    assert all(torch.equal(value, before[name]) for name, value in run.net.state_dict().items())
-
-
-def test_recalibrated_averages_are_those_of_the_batch(lesson):
-    run = lesson.new_run("bf16", 0)
-    lesson.train(run, 20)
-    lesson.recalibrate(run.net, run.inputs)
-    first = run.net[0](run.inputs)
-    torch.testing.assert_close(run.net[1].running_mean, first.mean(0))
-    torch.testing.assert_close(run.net[1].running_var, first.var(0))
 
 
 @each("n", [1, 5, 6])

@@ -45,15 +45,34 @@ def test_kahan_write_back_keeps_what_rounding_cuts_off(lesson):
 
 
 @each("fmt", [E2M1, E4M3FN])
-def test_mx_round_is_the_instruments(lesson, fmt):
+def test_tile_round_is_the_instruments(lesson, fmt):
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).exp()
     x[0], x[1, :32] = 0, fmt.max
-    assert torch.equal(lesson.mx_round(x, fmt), round_scaled(x, fmt, "e8m0", 32))
+    assert torch.equal(lesson.tile_round(x, fmt, 32, True), round_scaled(x, fmt, "e8m0", 32))
+    for tile in (16, 64):
+        right = round_scaled(x, fmt, "fp32", tile)
+        torch.testing.assert_close(lesson.tile_round(x, fmt, tile), right, rtol=1e-6, atol=0)
+
+
+@each("exponent", range(-149, 128))
+def test_the_scale_of_a_power_of_two_is_exact(lesson, exponent):
+    x = torch.tensor([[2.0**exponent, 0.0]])
+    for fmt in (E2M1, E4M3FN):
+        assert torch.equal(lesson.tile_round(x, fmt, 2, True), x)
+
+
+def test_choose_takes_what_fits_then_what_is_fastest_then_what_needs_no_scaler(lesson):
+    chip = {"fp16", "bf16", "fp8"}
+    assert lesson.choose(chip, 17.9, 8192) == "pure bf16, stochastic"
+    assert lesson.choose(chip, 18, 4096) == "fp8, tensor scale"
+    assert lesson.choose(chip, 18, 4095) == "bf16 AMP"
+    assert lesson.choose({"fp16"}, 18, 8192) == "fp16 AMP"
+    assert lesson.choose(set(), 18, 8192) == "fp32"
 
 
 def test_without_rounding_the_three_products_are_torchs(lesson):
     x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-    plain = lesson.Rung(32, result=lesson.same)
+    plain = lesson.Rung(result=lesson.same)
     ours = torch.autograd.grad(lesson.Rounded.apply(x, weight, plain).sin().sum(), (x, weight))
     theirs = torch.autograd.grad((x @ weight.T).sin().sum(), (x, weight))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
@@ -62,7 +81,7 @@ def test_without_rounding_the_three_products_are_torchs(lesson):
 def test_emulated_16_bits_are_autocasts_forward_and_backward(lesson):
     x, weight = torch.randn(32, 64), torch.randn(64, 64) / 8
     for fmt, dtype in ((BF16, torch.bfloat16), (FP16, torch.float16)):
-        rung = lesson.Rung(16, fmt.round, fmt.round)
+        rung = lesson.Rung(fmt.round, fmt.round)
         results = []
         for emulated in (True, False):
             a, b = x.to(dtype).float().requires_grad_(), weight.clone().requires_grad_()
@@ -77,16 +96,16 @@ def test_emulated_16_bits_are_autocasts_forward_and_backward(lesson):
 
 def test_blocks_lie_along_the_dimension_that_is_summed(lesson):
     seen = []
-    rung = lesson.Rung(8, lambda t: seen.append(t.shape) or t, result=lesson.same)
+    rung = lesson.Rung(lambda t: seen.append(t.shape) or t, result=lesson.same)
     x, weight = torch.ones(4, 32, requires_grad=True), torch.ones(8, 32, requires_grad=True)
     lesson.Rounded.apply(x, weight, rung).sum().backward()
     assert seen == [(4, 32), (8, 32), (4, 8), (32, 8), (8, 4), (32, 4)]
 
 
 def test_each_kind_of_weights_trains_and_fp64_agrees_with_fp32(lesson):
-    plain = lesson.Rung(32, result=lesson.same)
-    double = lesson.Rung(64, result=lesson.same, stored=torch.float64)
+    plain = lesson.Rung(result=lesson.same)
+    double = lesson.Rung(result=lesson.same, stored=torch.float64)
     share = lesson.train(plain, 0)
     assert share == pytest.approx(lesson.train(double, 0), rel=1e-3) and share < 50
-    pure = lesson.Rung(16, lesson.bf16, stored=torch.bfloat16, write=lesson.kahan)
+    pure = lesson.Rung(lesson.bf16, stored=torch.bfloat16, write=lesson.kahan)
     assert lesson.train(pure, 0) == pytest.approx(share, rel=0.2)

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from support.each import each
-from torch.nn import functional as F
 
 from amp_utils.course.notebook import load
 
@@ -22,8 +21,9 @@ def lesson():
     given |= {"head_size": 16, "LOW": "lower_precision", "WIDE": "fp32"}
     rules = {"linear": "lower_precision", "scaled_dot_product_attention": "lower_precision"}
     given["RULES"] = {"cpu": rules | {"cross_entropy": "fp32"}}
-    given["DTYPES"] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    given |= given["DTYPES"]
+    given |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    given["DTYPES"] = {name: given[name] for name in ("fp32", "bf16", "fp16")}
+    given["off"] = torch.amp.GradScaler("cpu", enabled=False)
     return load("16", **given, width=64, batch=4, race_steps=4)
 
 
@@ -85,48 +85,40 @@ def test_your_step_gives_torchs_losses_and_weights(lesson, pieces, name):
     assert all(map(torch.equal, their_net.parameters(), our_net.parameters()))
 
 
-def test_rounding_in_float32_is_close_to_real_16_bits(lesson, pieces):
-    def step(net, optimizer, scaler, pieces, autocast):
-        return lesson.my_step(net, optimizer, scaler, [pieces], torch.bfloat16, autocast)
-
-    off = torch.amp.GradScaler("cpu", enabled=False)
-    kinds = {"autocast": lesson.my_autocast}, {"autocast": lesson.RoundingAutocast}
-    (real, _), (rounded, net) = [seen_losses(lesson, pieces, step, off, **k) for k in kinds]
-    assert real != rounded and real == pytest.approx(rounded, rel=2e-3)
-    exact, _ = seen_losses(lesson, pieces, lambda n, o, s, p: lesson.my_step(n, o, s, [p]), off)
-    assert rounded != exact
-
-
-def test_a_rounded_product_has_16_bits_forward_and_backward(lesson):
-    x, weight = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
-    with lesson.RoundingAutocast("cpu", dtype=torch.bfloat16):
-        y = F.linear(x, weight)
-    y.backward(torch.randn(8, 8))
-    for value in (y, x.grad, weight.grad):
-        assert value.dtype == torch.float32 and torch.equal(value, value.bfloat16().float())
-
-
 def test_rounding_by_chance_keeps_every_bf16_number_and_the_mean(lesson):
-    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     exact = torch.arange(1 << 15, dtype=torch.int32).mul(1 << 16).view(torch.float32)
     exact = torch.cat([exact, -exact])[torch.cat([exact, exact]).isfinite()]
-    assert torch.equal(lesson.by_chance(exact, generator), exact)
+    assert torch.equal(lesson.by_chance(exact), exact)
     x = torch.full((100_000,), 1 + 2**-9)  # a quarter of the way to the next
-    up = (lesson.by_chance(x, generator) > 1).double().mean().item()
+    up = (lesson.by_chance(x) > 1).double().mean().item()
     assert up == pytest.approx(0.25, abs=0.01)
 
 
-def test_a_run_with_bf16_weights_holds_nothing_but_bf16_numbers(lesson, monkeypatch):
+def test_a_run_with_bf16_weights_holds_nothing_but_bf16_numbers(lesson):
+    lesson.race.__globals__["unseen_loss"] = lambda net, count: 0.0
     nets = []
-    kept = lesson.new_net
-    for function in (lesson.race,):
-        function.__globals__["new_net"] = lambda *given: nets.append(kept(*given)) or nets[-1]
-        function.__globals__["own_autocast"] = lesson.RoundingAutocast
-        function.__globals__["unseen_loss"] = lambda net, count: 0.0
-    for lane in ("fp32", "bf16 weights", "bf16 weights, by chance"):
-        assert all(math.isfinite(loss) for loss in lesson.race(lane, 0).losses)
+    for how in ({}, {"rounded": lesson.nearest}, {"rounded": lesson.by_chance}):
+        run = lesson.race(0, low=torch.bfloat16, **how)
+        assert all(math.isfinite(loss) for loss in run.losses)
+        nets.append(run.net)
     narrow = [all(torch.equal(p, p.bfloat16().float()) for p in net.parameters()) for net in nets]
     assert narrow == [False, True, True]
+
+
+def test_large_values_and_late_positions_change_nothing_in_float32_and_much_in_fp16(lesson, pieces):
+    net, (x, _) = awake(lesson), pieces
+    lesson.in_16_bits.__globals__["net"] = net
+    exact = net(x)
+    for part, patch in lesson.in_16_bits(torch.float32, 32, 4000).items():
+        with patch:
+            off = (net(x) - exact).abs().max()
+        assert off < 0.02, part
+    for part in ("norm", "scores", "positions"):
+        with lesson.in_16_bits(torch.float16, 10_000, 4000)[part]:
+            off = (net(x) - exact).abs().max()
+        assert not off < 0.1, part
+    assert torch.equal(net(x), exact), "the patches are gone again"
 
 
 def test_a_cache_in_float32_changes_nothing(lesson, pieces):
