@@ -1027,7 +1027,6 @@ def lesson(number, names):
     [
         *((number, {"train"}) for number in "05 06 07 08 09 10 11 12 13".split()),
         ("06", {"train_amp"}),
-        ("12", {"train_mine"}),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(sorted(value)),
 )

@@ -55,6 +55,18 @@ def test_a_step_has_sixteen_bw2_operations(lesson):
     assert counter.get_total_flops() == 16 * 5 * 16**2
 
 
+def test_a_rate_is_sixteen_bw2_operations_a_step(lesson):
+    assert lesson.rate(512, 8.063) * 8.063e12 == pytest.approx(150 * 16 * 512 * 4096**2)
+
+
+def test_suspects_are_those_that_could_have_done_it(lesson):
+    assert lesson.suspects(67.0, 989.0, 80.0) == ["H100"]
+    assert lesson.suspects(67.1, 1.0, 1.0) == ["RTX 4090"]
+    assert "RTX 3070" not in lesson.suspects(1.0, 1.0, 8.1)
+    ran = lesson.rate(4096, 7.738), lesson.rate(4096, 3.325)
+    assert lesson.suspects(*ran, 7.634) == ["RTX 3080", "L4", "RTX 4090", "H100"]
+
+
 def test_a_network_left_alive_explains_2021(lesson):
     """Six matrices of 4096² float32 numbers and six rows more than with nothing left."""
     (fp32, clean), (_, weights), (again, network), (_, loss) = (
@@ -62,7 +74,7 @@ def test_a_network_left_alive_explains_2021(lesson):
     )
     assert fp32 == again == pytest.approx(1367.458816, rel=0.01)
     assert network == pytest.approx(1803.759616, rel=0.01)
-    assert loss == pytest.approx(network, abs=0.01)
+    assert loss - network == pytest.approx(512 * 4096 * 4 / 1e6, abs=0.01)  # its buffer
     square = (4096**2 + 4096) * 4 / 1e6
     assert [weights - clean, network - clean] == pytest.approx([3 * square, 6 * square], abs=0.01)
 
