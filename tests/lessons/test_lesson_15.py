@@ -63,11 +63,13 @@ def test_the_scale_of_a_power_of_two_is_exact(lesson, exponent):
 
 def test_choose_takes_what_fits_then_what_is_fastest_then_what_needs_no_scaler(lesson):
     chip = {"fp16", "bf16", "fp8"}
-    assert lesson.choose(chip, 17.9, 8192) == "pure bf16, stochastic"
-    assert lesson.choose(chip, 18, 4096) == "fp8, tensor scale"
-    assert lesson.choose(chip, 18, 4095) == "bf16 AMP"
-    assert lesson.choose({"fp16"}, 18, 8192) == "fp16 AMP"
-    assert lesson.choose(set(), 18, 8192) == "fp32"
+    assert lesson.choose(chip, 18, 8192) == "pure bf16, stochastic"
+    assert lesson.choose(chip, 18.1, 4096) == "fp8, tensor scale"
+    assert lesson.choose(chip, 18.1, 4095) == "bf16 AMP"
+    assert lesson.choose({"fp16"}, 18.1, 8192) == "fp16 AMP"
+    assert lesson.choose(set(), 18.1, 8192) == "fp32"
+    for units, room in ((chip, 8), ({"fp16"}, 18), (set(), 18)):
+        assert lesson.choose(units, room, 8192) == "shard"
 
 
 def test_without_rounding_the_three_products_are_torchs(lesson):
