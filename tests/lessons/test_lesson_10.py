@@ -79,6 +79,16 @@ def test_a_network_left_alive_explains_2021(lesson):
     assert [weights - clean, network - clean] == pytest.approx([3 * square, 6 * square], abs=0.01)
 
 
+def test_a_last_loss_left_by_an_earlier_float32_run_explains_2025(lesson):
+    """To 0.1 MB, with two of cuBLAS's workspaces, of 8320 KiB each; once is not enough."""
+    once, twice, amp = (
+        peak + 2 * 8320 * 1024 / 1e6
+        for peak in lesson.recipe_peaks(batch=4096, runs=(False, False, True), last={})
+    )
+    assert [twice, amp] == pytest.approx([7533.332992, 7634.01984], abs=0.1)
+    assert once == pytest.approx(twice - 8 * 4096**2 / 1e6, abs=0.1)
+
+
 @each("batch, fp32, amp", [(1365, (12, 12), (14, 6)), (4096, (4, 24), (6, 20))])
 def test_amp_needs_less_above_a_third_of_the_width(lesson, batch, fp32, amp):
     """Bytes beside data and weights, as multiples of W² and of BW: the table's changes follow."""
