@@ -1,6 +1,5 @@
 """The command line of the toolbox. Each command is a module, imported only when it is called."""
 
-import os
 import signal
 import sys
 from importlib import import_module
@@ -63,7 +62,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # For kernels: on a busy machine, a thread that spins keeps the core from whom it waits for.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: leave no kernel behind
     sys.exit(main(sys.argv[1:]))
