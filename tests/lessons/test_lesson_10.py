@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def lesson():
-    return notebook.load("10", device=CPU, on_gpu=False, seed=0, lr=1.0, layers=3, batch=5)
+    return notebook.load("10", device=CPU, on_gpu=False, seed=0, layers=3, batch=5)
 
 
 @each("amp", [False, True])
@@ -37,7 +37,7 @@ def test_the_loop_is_sgd(lesson, precision):
     assert torch.allclose(losses[0], loss.detach(), rtol=1e-5)
     assert losses.untyped_storage().nbytes() == 4, "a loss must not keep mse_loss's buffer"
     for new, old, gradient in zip(net.parameters(), before, gradients, strict=True):
-        assert torch.allclose(new, old - 1.0 * gradient, atol=1e-5)
+        assert torch.allclose(new, old - 2.0 * gradient, atol=1e-5)
     assert all(p.grad is None for p in net.parameters())
 
 
