@@ -122,7 +122,7 @@ def replay(calls: Sequence[Run]) -> None:
     _ = [call() for call in calls]
 
 
-def in_a_row(run: Run, times: int) -> None:
+def run_in_a_row(run: Run, times: int) -> None:
     for _ in range(times):
         run()
 
@@ -252,7 +252,7 @@ class Bench:
         name, data = "fp32" if self.on_cpu else "fp16", (steps.inputs, steps.targets)
         return partial(lesson.train, name, steps.net, steps.optimizer, steps.scaler, data, count)
 
-    def recipe(self, width=512, batch=256, times=5, **how) -> list[Result]:
+    def recipe(self, width=512, batch=256, in_a_row=5, **how) -> list[Result]:
         """What 16 bits gain in a step and in its products, and whether its parts explain that.
 
         Each is run several times in a row: a short one alone would find its caches cold.
@@ -260,7 +260,7 @@ class Bench:
         name, runs, limits = f"recipe {width}/{batch}", [], {"bar": 1.1, "floor": 0.9}
         for dtype in (torch.float32, self.low):
             steps = self.perceptron(dtype, width, batch)
-            runs += [partial(in_a_row, run, times) for run in (steps.train, *steps.parts())]
+            runs += [partial(run_in_a_row, run, in_a_row) for run in (steps.train, *steps.parts())]
         taken = self.time(runs, **how)
         step, products, *_ = halves(taken)
         gain = self.result(f"{name}: gain by parts / gain", gain_by_parts, taken, **limits)
@@ -270,7 +270,7 @@ class Bench:
             [*step, *products],
             **({} if self.on_cpu else {"bar": math.inf, "floor": 0.9}),
         )
-        seconds = [median(getattr(timing, CLOCKS[gain.clock])) / times for timing in taken]
+        seconds = [median(getattr(timing, CLOCKS[gain.clock])) / in_a_row for timing in taken]
         self.tables.append(table(name, seconds, median(gain.values)))
         products = self.result(f"{name}: its products, fp32 / 16 bits", truediv, products)
         # The published gain is that of the recipe's own size, 4096/512, on a GPU.
@@ -279,7 +279,7 @@ class Bench:
         return [step, products, share, gain]
 
     def large(self) -> list[Result]:
-        return self.recipe(2048 if self.on_cpu else 4096, 512, times=1, warmup=0, patience=30)
+        return self.recipe(2048 if self.on_cpu else 4096, 512, in_a_row=1, warmup=0, patience=30)
 
     def precisions(self) -> list[Result]:
         """Steps and products in every precision, compiled and as a CUDA graph, against peaks."""
