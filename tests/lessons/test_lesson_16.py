@@ -97,13 +97,20 @@ def test_rounding_by_chance_keeps_every_bf16_number_and_the_mean(lesson):
 
 def test_a_run_with_bf16_weights_holds_nothing_but_bf16_numbers(lesson):
     lesson.race.__globals__["unseen_loss"] = lambda net, count: 0.0
-    nets = []
+    runs = []
     for how in ({}, {"rounded": lesson.nearest}, {"rounded": lesson.by_chance}):
-        run = lesson.race(0, low=torch.bfloat16, **how)
-        assert all(math.isfinite(loss) for loss in run.losses)
-        nets.append(run.net)
-    narrow = [all(torch.equal(p, p.bfloat16().float()) for p in net.parameters()) for net in nets]
+        runs.append(lesson.race(0, low=torch.bfloat16, **how))
+        assert all(math.isfinite(loss) for loss in runs[-1].losses)
+    nets = [list(run.net.parameters()) for run in runs]
+    narrow = [all(torch.equal(p, p.bfloat16().float()) for p in net) for net in nets]
     assert narrow == [False, True, True]
+    assert runs[0].undone == 0 and all(0 < run.undone < 1 for run in runs[1:])
+
+
+def test_adam_gets_the_beta2_of_a_run(lesson):
+    lesson.race.__globals__["unseen_loss"] = lambda net, count: 0.0
+    few, many = (lesson.race(0, beta2=beta2).losses for beta2 in (0.5, 0.999))
+    assert few[0] == many[0] and few != many
 
 
 def test_large_values_and_late_positions_change_nothing_in_float32_and_much_in_fp16(lesson, pieces):
