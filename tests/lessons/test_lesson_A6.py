@@ -79,6 +79,16 @@ def test_the_folder_dataset_gives_the_bytes_of_another_encoder_in_a_fixed_order(
         assert (picture.permute(1, 2, 0).numpy() == random_pixels(seed)).all()
 
 
+def test_a_mirrored_dataset_repeats_all_items_with_left_and_right_swapped(lesson, folder):
+    plain = lesson.FolderDataset(folder)
+    mirrored = lesson.Mirrored(plain)
+    assert len(mirrored) == 24
+    for i in range(12):
+        (picture, label), (same, first), (swapped, second) = plain[i], mirrored[i], mirrored[12 + i]
+        assert label == first == second and torch.equal(picture, same)
+        assert (swapped.numpy() == picture.numpy()[:, :, ::-1]).all()
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_sharded_by_worker_every_picture_comes_once_and_unsharded_once_a_worker(lesson, shards):
     names = [f"{shape}/{i}.png" for shape in CLASSES for i in range(4)]
@@ -124,7 +134,7 @@ def test_ahead_gives_every_batch_in_order_and_fetches_the_next_one_only(lesson):
     for i in lesson.ahead(source()):
         held[i].set()
         assert i == 3 or begun[i + 1].wait(10)
-        assert not begun[i + 2].is_set()
+        assert not begun[i + 2].wait(0.05)
         got.append(i)
     assert got == [0, 1, 2, 3] and list(lesson.ahead([])) == []
 
