@@ -52,7 +52,7 @@ def amp_step(axes: Axes) -> None:
         (10.15, 3.2, "left", "center", "scaler.scale(loss)"),
         (8.5, 1.72, "center", "top", ".backward()"),
         (5.6, 1.72, "center", "top", "cast to the weights'\nown dtype"),
-        (2.7, 1.72, "center", "top", "scaler.unscale_(): divide,\nlook for inf and NaN"),
+        (2.7, 1.72, "center", "top", "scaler.unscale_(): × 1/scale,\nlook for inf and NaN"),
         (
             1.45,
             3.2,

@@ -18,12 +18,12 @@ def lesson():
     return load("09", device=CPU, seed=0)
 
 
-def test_a_second_update_changes_no_loss_and_counts_twice(lesson):
-    once = lesson.train(torch.float16, 6)
-    twice = lesson.train(torch.float16, 6, lesson.two_updates)
-    assert once["losses"] == twice["losses"] and len(once["losses"]) == 12
-    counts = [run["scaler"]["_growth_tracker"] for run in (once, twice)]
-    assert counts == [6, 12]
+def test_a_second_update_doubles_the_scale_sooner_and_changes_no_loss(lesson):
+    ways = (lesson.gan_step, lesson.two_updates)
+    once, twice = (lesson.train(torch.float16, 7, way, growth_interval=3) for way in ways)
+    assert once["losses"] == twice["losses"] and len(once["losses"]) == 14
+    assert [run["scaler"]["scale"] for run in (once, twice)] == [2.0**12, 2.0**14]
+    assert [run["scaler"]["_growth_tracker"] for run in (once, twice)] == [1, 2]
 
 
 def test_a_second_step_of_one_optimizer_needs_an_update_between(lesson):
@@ -38,6 +38,26 @@ def test_a_second_step_of_one_optimizer_needs_an_update_between(lesson):
 def test_a_shared_region_hides_the_step_of_the_discriminator(lesson):
     assert abs(lesson.change_of_score(nullcontext())) > 0.01
     assert lesson.change_of_score(torch.autocast("cpu", dtype=torch.float16)) == 0
+
+
+def test_a_frozen_discriminator_steps_towards_the_fakes(lesson):
+    """Its gradients are the generator's, still scaled, and a little of its own."""
+    nets, optimizers = lesson.new_gan()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def norm():
+        return torch.stack([p.grad.norm() for p in nets[1].parameters()]).norm()
+
+    _, fake = lesson.discriminator_phase(nets, optimizers[1], scaler, torch.float16)
+    own = norm()
+    lesson.generator_phase(nets, optimizers[0], scaler, torch.float16, fake)
+    assert norm() > 100 * own
+    nets[1].requires_grad_(False)
+    fake = fake.detach().float()
+    before = nets[1](fake).mean()
+    scaler.update()
+    scaler.step(optimizers[1])
+    assert nets[1](fake).mean() > before + 0.1
 
 
 @each("unscale", [(), (0,), (1,), (1, 0)])
@@ -81,17 +101,16 @@ def test_one_note_per_optimizer_makes_my_scaler_torchs(lesson):
     def losses(make):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.amp, "GradScaler", make)
-            return lesson.train(torch.float16, 8)["losses"]
+            return lesson.train(torch.float16, 8, growth_interval=3)["losses"]
 
     class Mine(lesson.ManyScaler):
-        def __init__(self, device_type, init_scale, enabled):
-            super().__init__(init_scale, growth_interval=3)
+        def __init__(self, device_type, init_scale, enabled, growth_interval):
+            super().__init__(init_scale, growth_interval)
 
         def state_dict(self):
             return {}
 
-    real = torch.amp.GradScaler
-    theirs = losses(lambda *where, **kw: real(*where, **kw, growth_interval=3))
+    theirs = losses(torch.amp.GradScaler)
     assert losses(Mine) == theirs
 
     class OneNote(Mine):
