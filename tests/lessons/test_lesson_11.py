@@ -191,3 +191,14 @@ def test_autocast_casts_each_weight_at_each_call_and_a_converted_net_none(lesson
     with lesson.CastCounter() as counter, torch.no_grad():
         net.bfloat16()(request.bfloat16())
     assert counter.numbers == 4 + 16
+
+
+def test_convert_leaves_batch_norm_and_the_given_network_alone(lesson):
+    layers = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    net = torch.nn.Sequential(*layers)
+    net(torch.randn(64, 4))  # statistics that 16 bits cannot hold
+    small = lesson.convert(net, torch.bfloat16)
+    assert [layer.weight.dtype.itemsize for layer in small] == [2, 4, 2]
+    assert lesson.same(net[1].state_dict(), small[1].state_dict())
+    assert net.training and {weight.dtype for weight in net.parameters()} == {torch.float32}
+    assert small(torch.randn(3, 4).bfloat16()).dtype == torch.bfloat16
