@@ -88,7 +88,7 @@ def read(notebooks: Path) -> SimpleNamespace:
             raise CourseError(f"claims.toml: {name} is a claim and a check.")
     both = entries.pop("claims") | checks
     optional = dict.fromkeys(
-        ("number", "lesson", "cell", "measure", "because", "until", "surprise")
+        ("number", "basis", "lesson", "cell", "measure", "because", "until", "surprise")
     )
     claims = [Claim(**{"id": name, **optional, **entry}) for name, entry in both.items()]
     return SimpleNamespace(**entries, claims=claims, measured=measured)

@@ -78,9 +78,6 @@ def write_lesson(
         f"students/{path.name}": FOR_STUDENTS.from_notebook_node(lesson)[0],
         f"solutions/{path.name}": nbformat.writes(lesson) + "\n",
     }
-    both = [c for key in ("claims", "checks") for c in ledger.get(key, []) if c.lesson == path.stem]
-    for cell in lesson.cells:
-        cell.metadata["claims"] = [c for c in both if c.cell in notebook.tags(cell)]
     try:
         body = pages.cells(lesson, path.parent, True)
     except CourseError as error:
@@ -88,8 +85,11 @@ def write_lesson(
     name, title = f"{path.stem}.html", book["cards"][path.stem].title
     found = [{"page": name, "title": title} | section for section in sections(lesson)]
     headings = [(part["id"], part["heading"]) for part in found if part["level"] == "##"]
-    values = {"title": title, "body": body, "here": path.stem, "headings": headings}
-    files[f"pages/{name}"] = pages.page("lesson.html.j2", layout="book.html.j2", **book, **values)
+    both = [c for key in ("claims", "checks") for c in ledger.get(key, []) if c.lesson == path.stem]
+    values = {"title": title, "body": body, "here": path.stem, "headings": headings, "claims": both}
+    files[f"pages/{name}"] = pages.page(
+        "lesson.html.j2", layout="book.html.j2", **ledger | book | values
+    )
     for name, text in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         write_whole(out / name, text)

@@ -16,7 +16,7 @@ from bs4 import BeautifulSoup
 from filelock import FileLock
 from support.browser import violations
 
-from amp_utils.course import CourseError, handout, notebook, pages
+from amp_utils.course import CourseError, claims, handout, notebook, pages
 from amp_utils.course.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -196,6 +196,15 @@ def test_every_page_has_the_contents_with_its_own_headings(built, lessons):
         assert own == [tag["id"] for tag in page.main("h2")] != []
         ids = [tag["id"] for tag in page(id=True)]
         assert len(ids) == len(set(ids)), path.name
+
+
+def test_a_lesson_names_its_claims_below_its_last_cell(built, lessons):
+    notebooks = lessons[0].parent
+    known = claims.read(notebooks).claims if (notebooks / "claims.toml").exists() else []
+    for path in lessons:
+        *_, last = read(built / "pages" / f"{path.stem}.html").main("div", class_="cell")
+        after = [tag["id"] for fold in last.find_all_next(class_="claims") for tag in fold("li")]
+        assert after == [claim.id for claim in known if claim.lesson == path.stem]
 
 
 def test_the_search_knows_every_heading_and_no_answer(built, lessons):

@@ -42,6 +42,16 @@ def test_a_doubled_scale_halves_the_update_in_the_wrong_order_only(lesson):
     assert wrong == pytest.approx([0.005] * 60 + [0.0025] * 10, rel=1e-2)
 
 
+@each("seed", [0, 1])
+def test_adams_updates_shrink_within_a_few_steps_of_the_doubling(lesson, seed):
+    lesson.seed = seed
+    tight = {"adam": True, "max_norm": 0.005 * 256, "steep": 0}
+    _, doubled = lesson.train("wrong", growth_interval=60, **tight)
+    _, constant = lesson.train("wrong", **tight)
+    assert doubled[:60] == constant[:60]
+    assert 0.9 < doubled[60] / constant[60] < 1 and doubled[64] / constant[64] < 0.9
+
+
 @each("max_norm", [0.1, 100.0])
 def test_clip_is_torchs_clip(lesson, max_norm):
     ours = [torch.randn(3, 2), torch.randn(5)]
@@ -62,6 +72,7 @@ def test_the_lessons_scaler_is_that_of_lesson_6(lesson):
 
 
 def test_attempts_report_torchs_errors(lesson):
-    assert lesson.attempt("unscale_", "step") == "fine"
+    assert lesson.attempt("unscale_", "step") == "no error, a gradient of 0.66"
+    assert lesson.attempt("unscale_", "update", "step") == "no error, a gradient of 1e-05"
     assert "has already been called" in lesson.attempt("unscale_", "unscale_")
     assert "unscale_() is being called after step()" in lesson.attempt("step", "unscale_")

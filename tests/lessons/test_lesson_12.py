@@ -1,5 +1,7 @@
 """The functions that lesson 12 defines."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.each import each
@@ -53,6 +55,26 @@ def test_reordered_pixels_are_the_same_function(lesson):
     for run in (straight, shuffled):
         lesson.train(run, 1)
     assert straight.losses[0] == pytest.approx(shuffled.losses[0], rel=1e-5)
+
+
+def test_the_error_is_the_mean_of_the_last_tenth(lesson):
+    run = SimpleNamespace(losses=[float(step) for step in range(100)])
+    assert lesson.error(run, 100) == 94.5
+    assert lesson.error(run, 50) == 47
+    assert lesson.error(run, 5) == 4
+
+
+@each("layer", [torch.nn.Linear(4, 3), torch.nn.Conv2d(4, 3, 1)])
+def test_rounded_layers_round_values_and_no_gradient(lesson, layer):
+    x = torch.rand((8, 4) if isinstance(layer, torch.nn.Linear) else (1, 4, 2, 2))
+    with lesson.RoundedLayers("cpu", None, False):
+        out = layer(x)
+    grad = torch.rand(out.shape)
+    out.backward(grad)
+    for parameter in layer.parameters():
+        assert not torch.equal(parameter.grad, parameter.grad.bfloat16().float())
+        parameter.data = parameter.data.bfloat16().float()
+    assert torch.equal(out, layer(x.bfloat16().float()).bfloat16().float())
 
 
 @each("init_scale", [2.0**16, 12_345.0, 2.0**30])

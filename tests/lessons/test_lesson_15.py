@@ -127,4 +127,18 @@ def test_the_error_is_that_of_the_points_left_out_and_of_the_rung(lesson):
 def test_torchaos_filter_takes_wide_layers_but_the_last(lesson):
     wide, narrow = (torch.nn.Linear(n, 4096, device="meta") for n in (4096, 4095))
     assert lesson.wide_layers(wide, "layers.0.up")
-    assert not lesson.wide_layers(wide, "output") and not lesson.wide_layers(narrow, "layers.0.up")
+    uneven = torch.nn.Linear(4104, 4096, device="meta")  # fp8 units take multiples of 16
+    assert not lesson.wide_layers(wide, "output") and not lesson.wide_layers(wide, "model.output")
+    assert not lesson.wide_layers(narrow, "layers.0.up")
+    assert not lesson.wide_layers(uneven, "layers.0.up")
+
+
+def test_watching_a_training_changes_nothing_and_counts_what_rounds_to_zero(lesson):
+    rung = lesson.Rung(E4M3FN.round)
+    path, zero = lesson.watch(rung)
+    assert path[-1] == lesson.test(lesson.train(rung, 0), rung) and len(path) == 60
+    assert len(zero) == 3 * 60
+    first, last = (torch.cat(part).double().mean() for part in (zero[:30], zero[-30:]))
+    assert 0 < first < last
+    plain, none = lesson.watch(lesson.Rung(result=lesson.same))
+    assert plain[-1] < path[-1] and not torch.cat(none).any()
