@@ -8,12 +8,16 @@ import pytest
 IMGS = Path(__file__).parents[2] / "imgs"
 
 
-@pytest.fixture(scope="module")
-def draw():
-    spec = importlib.util.spec_from_file_location("draw", IMGS / "draw.py")
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, IMGS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def draw():
+    return script("draw")
 
 
 def test_every_picture_is_drawn_again_byte_for_byte(draw, tmp_path):
@@ -25,6 +29,11 @@ def test_every_picture_is_drawn_again_byte_for_byte(draw, tmp_path):
         "learning.svg",
         *(path.name for path in drawn),
     }
+
+
+def test_the_readmes_picture_can_be_drawn_from_lesson_5(tmp_path):
+    text = script("learning").draw(tmp_path, steps=20).read_text("utf-8")
+    assert text.count("<image") == 4 and "fp16, loss × 2¹⁶" in text
 
 
 def test_the_pictures_are_whole_and_refer_to_nothing_outside():
