@@ -1,6 +1,7 @@
 """The functions that lesson 16 defines."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -104,7 +105,15 @@ def test_a_run_with_bf16_weights_holds_nothing_but_bf16_numbers(lesson):
     nets = [list(run.net.parameters()) for run in runs]
     narrow = [all(torch.equal(p, p.bfloat16().float()) for p in net) for net in nets]
     assert narrow == [False, True, True]
-    assert runs[0].undone == 0 and all(0 < run.undone < 1 for run in runs[1:])
+    assert runs[0].undone == [0, 0] and runs[0].skipped == 0
+    assert all(0 < share < 1 for run in runs[1:] for share in run.undone)
+
+
+def test_a_race_counts_the_steps_that_its_scaler_skips(lesson):
+    lesson.race.__globals__["unseen_loss"] = lambda net, count: 0.0
+    lesson.race.__globals__["MyScaler"] = partial(lesson.MyScaler, 2.0**40)
+    run = lesson.race(0, low=torch.float16)
+    assert run.skipped == 4 and run.undone == [0, 0]
 
 
 def test_adam_gets_the_beta2_of_a_run(lesson):
