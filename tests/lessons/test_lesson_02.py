@@ -78,6 +78,14 @@ def test_the_naive_forms_fail_where_the_lesson_says(lesson):
     )
 
 
+def test_in_fp16_the_naive_cross_entropy_loses_its_gradient_before_its_value(lesson):
+    labels, logits = torch.tensor([0.5, 0.5]), torch.tensor([12.0, 0.0]).half().requires_grad_()
+    naive, stable = (f(labels, logits) for f in (lesson.naive_cross_entropy, lesson.cross_entropy))
+    assert naive.item() == pytest.approx(6, abs=0.01) == stable.item()
+    lost, kept = (torch.autograd.grad(loss, logits)[0] for loss in (naive, stable))
+    assert lost.isnan().all() and kept.tolist() == pytest.approx([0.5, -0.5], abs=1e-3)
+
+
 def test_subtracting_the_maximum_does_not_guard_a_long_sum_in_fp16(lesson):
     zeros = torch.zeros(70_000).half()
     labels = F.one_hot(torch.tensor(0), 70_000)
@@ -109,9 +117,11 @@ def test_adams_first_step_is_the_learning_rate_in_float32_and_infinite_in_float1
 @each("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_masked_softmax_is_torchs_with_minus_infinity(lesson, dtype):
     generator = torch.Generator().manual_seed(2)
-    scores = (10 * torch.randn(50, 6, generator=generator)).to(dtype)
+    scores = (10 * torch.randn(50, 6, generator=generator)).to(dtype).requires_grad_()
     hidden = torch.rand(50, 6, generator=generator) < 0.6
-    weights = lesson.masked_softmax(scores, hidden)
+    with torch.autograd.set_detect_anomaly(True):  # raises where a gradient is nan on its way
+        weights = lesson.masked_softmax(scores, hidden)
+        torch.autograd.grad(weights[:, 1].sum(), scores)
     expected = scores.masked_fill(hidden, -math.inf).softmax(1).nan_to_num(nan=0.0)
     torch.testing.assert_close(weights, expected)
     assert hidden.all(dim=1).any() and weights.dtype == dtype
