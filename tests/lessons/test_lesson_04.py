@@ -74,6 +74,16 @@ def test_a_lean_function_refuses_a_second_derivative(lesson, function):
         lesson.second_derivative(getattr(lesson, function).apply, inputs)
 
 
+def test_a_copy_made_in_forward_loses_part_of_a_second_derivative_without_an_error(lesson):
+    inputs = lesson.a, lesson.b
+    right = lesson.second_derivative(torch.matmul, inputs, enabled=False)
+    kept, lost = (
+        lesson.distance(lesson.second_derivative(product.apply, inputs), right)
+        for product in (lesson.AmpProduct, lesson.UnmarkedProduct)
+    )
+    assert kept < 0.05 < 0.2 < lost
+
+
 @each("dtype", LOW.values())
 def test_the_linear_function_follows_the_region(lesson, dtype):
     with torch.autocast("cpu", dtype=dtype):

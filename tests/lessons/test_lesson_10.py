@@ -24,6 +24,48 @@ def test_the_predicted_bytes_are_those_that_autograd_keeps(lesson, batch, width,
     assert lesson.kept(batch, amp, width, layers) == lesson.predicted(batch, width, layers, amp)
 
 
+@each("width, layers", [(16, 3), (24, 4), (18, 11)])
+def test_at_the_break_even_both_keep_the_same(lesson, width, layers):
+    def more(batch):  # by what autograd keeps, not by the table
+        fp32, amp = (sum(lesson.kept(batch, on, width, layers).values()) for on in (False, True))
+        return amp - fp32
+
+    batch = round(lesson.break_even_batch(width, layers))
+    assert more(batch - 1) > 0 == more(batch) > more(batch + 1)
+
+
+def test_two_layers_never_break_even(lesson):
+    assert lesson.break_even_batch(16, 2) == math.inf
+    more = [
+        sum(lesson.kept(batch, True, 16, 2).values())
+        - sum(lesson.kept(batch, False, 16, 2).values())
+        for batch in (1, 1000, 1_000_000)
+    ]
+    assert min(more) > 0 and len(set(more)) == 1
+
+
+@each("before", ["high", "highest"])
+def test_the_word_decides_tf32_whatever_was_set_before(before):
+    """The flags of CUDA can be read without a GPU."""
+    on_gpu = notebook.load("10", device=CPU, on_gpu=True)
+    places = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    found = [place.fp32_precision for place in places]
+    try:
+        torch.set_float32_matmul_precision(before)
+        for word, wanted in (
+            ("tf32", "tf32"),
+            ("fp32", "ieee"),
+            ("tf32", "tf32"),
+            ("fp16", "ieee"),
+        ):
+            on_gpu.set_products(word)
+            assert torch.backends.cuda.matmul.fp32_precision == wanted
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for place, precision in zip(places, found, strict=True):
+            place.fp32_precision = precision
+
+
 @each("precision", ["fp32", "bf16"])
 def test_the_loop_is_sgd(lesson, precision):
     """One step of the lesson's loop against the update written out by hand."""

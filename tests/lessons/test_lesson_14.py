@@ -81,6 +81,7 @@ def test_signs_count_weights_that_a_loop_makes_and_diagnoses_have_a_second_form(
     ward.admit(3)(loop_of(CELLS["loop-3"]))
     assert "0.45, then stopped" in capsys.readouterr().out
     assert [ward.illness(19, guess) for guess in (None, "f", "D")] == ["L", "F", "L"]
+    assert [ward.illness(18, guess) for guess in (None, "f", "E")] == ["D", "F", "D"]
     for guess in ("dc", ["D", "C"]):  # two letters, in either order
         lesson.predict(guess, ward.illness("X", guess))
     assert capsys.readouterr().out.count("✓") == 2
