@@ -96,6 +96,19 @@ def test_sharded_by_worker_every_picture_comes_once_and_unsharded_once_a_worker(
     assert lesson.times_seen(lesson.TarDataset(shards), **FORK) == Counter(names * 2)
 
 
+@pytest.mark.parametrize("options", [{}, FORK, FORK | {"persistent_workers": True}])
+def test_shuffled_shards_come_once_each_in_an_order_of_their_own_each_epoch(
+    lesson, shards, options
+):
+    generator = torch.Generator().manual_seed(0)
+    dataset = lesson.ShuffledTarDataset(shards)
+    loader = DataLoader(dataset, batch_size=None, generator=generator, **options)
+    epochs = [tuple(name for _, _, name in loader) for _ in range(8)]
+    assert all(len(set(epoch)) == len(epoch) == 12 for epoch in epochs)
+    assert len(set(epochs)) > 1
+    assert [str(path) for path in dataset.paths] == sorted(map(str, shards))  # not shuffled itself
+
+
 def test_reseeded_workers_differ_from_each_other_and_from_epoch_to_epoch(lesson):
     def own(**options) -> list[float]:
         loader = DataLoader(lesson.Dice(), batch_size=None, **FORK, **options)
