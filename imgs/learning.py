@@ -41,8 +41,8 @@ def draw(folder: Path = HERE, steps: int = 300) -> Path:
             if label != "bf16":
                 pictures[label] = net(xy).detach()
         axes.text(5, 0.02, "float32, bf16, and\nfp16 with a scaled loss", fontweight="bold")
-        label = "error (share of variance)"
-        axes.set(yscale="log", xlabel="training step", ylabel=label, ylim=(0.008, 3))
+        axes.set(xlabel="training step", ylabel="error (share of variance)")
+        axes.set(yscale="log", ylim=(0.008, 3))
         for axis, (label, picture) in zip(right.subplots(2, 2).flat, pictures.items(), strict=True):
             axis.imshow(picture.reshape(16, 16).tolist(), cmap="viridis", vmin=-1, vmax=1)
             axis.set(xticks=[], yticks=[])

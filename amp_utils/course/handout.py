@@ -86,10 +86,9 @@ def write_lesson(
     found = [{"page": name, "title": title} | section for section in sections(lesson)]
     headings = [(part["id"], part["heading"]) for part in found if part["level"] == "##"]
     both = [c for key in ("claims", "checks") for c in ledger.get(key, []) if c.lesson == path.stem]
-    values = {"title": title, "body": body, "here": path.stem, "headings": headings, "claims": both}
-    files[f"pages/{name}"] = pages.page(
-        "lesson.html.j2", layout="book.html.j2", **ledger | book | values
-    )
+    values = {"title": title, "body": body, "here": path.stem, "headings": headings}
+    values |= {"claims": both, "sources": ledger.get("sources")}
+    files[f"pages/{name}"] = pages.page("lesson.html.j2", layout="book.html.j2", **book, **values)
     for name, text in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         write_whole(out / name, text)

@@ -24,24 +24,23 @@ def test_the_predicted_bytes_are_those_that_autograd_keeps(lesson, batch, width,
     assert lesson.kept(batch, amp, width, layers) == lesson.predicted(batch, width, layers, amp)
 
 
+def more(lesson, batch, width, layers):
+    """How many bytes AMP keeps beyond float32, by what autograd keeps, not by the table."""
+    fp32, amp = (sum(lesson.kept(batch, on, width, layers).values()) for on in (False, True))
+    return amp - fp32
+
+
 @each("width, layers", [(16, 3), (24, 4), (18, 11)])
 def test_at_the_break_even_both_keep_the_same(lesson, width, layers):
-    def more(batch):  # by what autograd keeps, not by the table
-        fp32, amp = (sum(lesson.kept(batch, on, width, layers).values()) for on in (False, True))
-        return amp - fp32
-
     batch = round(lesson.break_even_batch(width, layers))
-    assert more(batch - 1) > 0 == more(batch) > more(batch + 1)
+    before, at, after = (more(lesson, batch + i, width, layers) for i in (-1, 0, 1))
+    assert before > 0 == at > after
 
 
 def test_two_layers_never_break_even(lesson):
     assert lesson.break_even_batch(16, 2) == math.inf
-    more = [
-        sum(lesson.kept(batch, True, 16, 2).values())
-        - sum(lesson.kept(batch, False, 16, 2).values())
-        for batch in (1, 1000, 1_000_000)
-    ]
-    assert min(more) > 0 and len(set(more)) == 1
+    excess = [more(lesson, batch, 16, 2) for batch in (1, 1000, 1_000_000)]
+    assert min(excess) > 0 and len(set(excess)) == 1
 
 
 @each("before", ["high", "highest"])

@@ -1,5 +1,6 @@
 """The functions that lesson 12 defines."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -64,9 +65,12 @@ def test_the_error_is_the_mean_of_the_last_tenth(lesson):
     assert lesson.error(run, 5) == 4
 
 
-@each("layer", [torch.nn.Linear(4, 3), torch.nn.Conv2d(4, 3, 1)])
-def test_rounded_layers_round_values_and_no_gradient(lesson, layer):
-    x = torch.rand((8, 4) if isinstance(layer, torch.nn.Linear) else (1, 4, 2, 2))
+@each(
+    "kind, shape",
+    [(torch.nn.Linear, (8, 4)), (partial(torch.nn.Conv2d, kernel_size=1), (1, 4, 2, 2))],
+)
+def test_rounded_layers_round_values_and_no_gradient(lesson, kind, shape):
+    layer, x = kind(4, 3), torch.rand(shape)
     with lesson.RoundedLayers("cpu", None, False):
         out = layer(x)
     grad = torch.rand(out.shape)
