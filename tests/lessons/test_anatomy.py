@@ -164,6 +164,10 @@ FAULTS = {
         replace(4, "**Predict.**", "Guess:"),
         lambda nb: nb.cells[4].metadata.update(tags=[]),
     ],
+    "an_answer_that_a_clock_decides_is_not_compared": [
+        replace(6, "1 + 1)", "timing.compare({}))"),
+        replace(10, "lesson", "before = perf_counter()\nlesson"),
+    ],
     "exercises_have_their_shape": [
         lambda nb: nb.cells[17].metadata.pop("jupyter"),
         replace(17, "# Solution of exercise 1\n", "# It returns 1\n"),

@@ -27,6 +27,8 @@ PRIVATE = (
     r"|\b[A-Z]:\\\w+|0x[0-9a-f]{9,}|sys\.path\b"
 )
 
+CLOCK = re.compile(r"\bcompare\(|\bperf_counter\(|\btiming\.\w+\(")
+
 
 def rule(function: Rule) -> Rule:
     RULES[function.__name__] = function
@@ -122,6 +124,18 @@ def predictions_are_committed_and_answered(nb, path):
             complaints.append(f"Cell {i}: no lesson.predict({name[1]}, …) follows soon.")
         if not any(answered):
             complaints.append(f"Cell {i}: no <summary>Answer</summary> follows soon.")
+    return complaints
+
+
+@rule
+def an_answer_that_a_clock_decides_is_not_compared(nb, path):
+    clocked, complaints = False, []
+    for i, cell in code(nb):
+        clocked = "guess" not in tags(cell) and (clocked or bool(CLOCK.search(cell.source)))
+        if "lesson.predict(" in cell.source:
+            if clocked and "nbval-ignore-output" not in tags(cell):
+                complaints.append(f"Cell {i}: a clock decides the answer: do not compare it.")
+            clocked = False
     return complaints
 
 
