@@ -16,7 +16,7 @@ from amp_utils.course.notebook import lessons
 LESSONS = {path.stem: path for path in lessons(ROOT / "notebooks")}
 OTHER = {  # one parameter that is not the default, and smaller where that saves time
     "00_start_here": {"steps": 20, "seed": 1},
-    "01_float_formats": {"value": -3.5, "terms": 11_000, "seed": 2},
+    "01_float_formats": {"value": -3.5, "terms": 20_000, "seed": 2},
     "02_numerical_stability": {"seed": 1},
     "03_autocast_dtypes": {"precision": "fp16", "steps": 2, "seed": 1},
     "04_custom_autograd_functions": {"precision": "fp16", "seed": 1},
