@@ -133,12 +133,14 @@ def test_a_last_loss_left_by_an_earlier_float32_run_explains_2025(lesson):
     assert held[1] + 64 * 1024**2 / 1e6 > 7533.332992 + 50
 
 
-@each("batch, layers, fp32, amp", [(4096, 3, (16, 20), (18, 20)), (16384, 12, (52, 56), (72, 38))])
-def test_a_steps_peaks_are_sums_of_matrices(lesson, batch, layers, fp32, amp):
-    """As multiples of W² and of BW bytes, weights included: the table's changes follow."""
-    for on, (squares, columns) in enumerate((fp32, amp)):
+@each("batch", [4096, 16384])
+@each("amp, forward, later", [(False, (12, 20), (16, 20)), (True, (18, 20), (16, 18))])
+def test_a_steps_peaks_are_sums_of_matrices(lesson, batch, amp, forward, later):
+    """In three layers, as multiples of W² and of BW bytes, weights included."""
+    peaks = lesson.step_peaks(batch, 3, amp)
+    for peak, (squares, columns) in zip(peaks, (forward, later), strict=True):
         reckoned = (squares * 4096**2 + columns * batch * 4096) / 1e6
-        assert max(lesson.step_peaks(batch, layers, bool(on))) == pytest.approx(reckoned, abs=0.5)
+        assert peak == pytest.approx(reckoned, abs=0.5)
 
 
 def more_at_the_peak(lesson, batch, layers, width=1000):
