@@ -81,6 +81,17 @@ def test_rounded_layers_round_values_and_no_gradient(lesson, kind, shape):
     assert torch.equal(out, layer(x.bfloat16().float()).bfloat16().float())
 
 
+def test_rounded_layers_are_bf16_autocast_forward(lesson):
+    loss = {}
+    for name, region in (("fp32", lesson.RoundedLayers), ("bf16", torch.autocast)):
+        run = lesson.new_run(name, 0)
+        lesson.train(run, 1, region)
+        loss[name] = run.losses[0]
+    wide = lesson.new_run("fp32", 0)
+    lesson.train(wide, 1)
+    assert abs(loss["fp32"] - loss["bf16"]) < 0.1 * abs(wide.losses[0] - loss["bf16"])
+
+
 @each("init_scale", [2.0**16, 12_345.0, 2.0**30])
 def test_your_own_amp_is_torchs_at_any_scale(lesson, init_scale):
     theirs, mine = lesson.new_run("fp16", 0), lesson.new_run("fp16", 0)
