@@ -46,15 +46,17 @@ def test_it_is_adams_memory_that_holds_the_intercept_back(lesson, monkeypatch):
     assert late > 0.5 > 0.01 > soon
 
 
-def test_to_adam_a_unit_is_a_learning_rate_and_to_sgd_it_is_not(lesson):
-    by_rates = lesson.fit_in(*OLD, (0.5, 5.0, 50.0), steps=200)
+def test_a_unit_is_a_learning_rate_to_adam_and_its_square_to_sgd(lesson):
     by_units = lesson.fit_in(*NEW, (0.1,) * 3, steps=200)
-    assert by_rates == pytest.approx(by_units, rel=1e-2, abs=2e-3)
+    assert lesson.fit_in(*OLD, (0.5, 5.0, 50.0), steps=200) == pytest.approx(
+        by_units, rel=1e-2, abs=2e-3
+    )
     sgd = torch.optim.SGD
-    old = lesson.fit_in(*OLD, (4e-4,) * 3, sgd, 200)
-    new = lesson.fit_in(*NEW, (0.5,) * 3, sgd, 200)
-    assert old[-1] > 100 > 0.01 > new[-1]
-    assert not math.isfinite(lesson.fit_in(*OLD, (1e-3,) * 3, sgd, 200)[-1])
+    by_units = lesson.fit_in(*NEW, (0.5,) * 3, sgd, 200)
+    by_rates = lesson.fit_in(*OLD, (5e-5, 5e-3, 0.5), sgd, 200)
+    assert by_rates == pytest.approx(by_units, rel=1e-2, abs=2e-3)
+    assert lesson.fit_in(*OLD, (4e-4,) * 3, sgd, 200)[-1] > 100 > 0.01 > by_units[-1]
+    assert not math.isfinite(lesson.fit_in(*OLD, (6e-4,) * 3, sgd, 400)[-1])
 
 
 def test_refused_gives_the_reason_and_fails_where_there_is_none(lesson):
