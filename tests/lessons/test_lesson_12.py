@@ -82,14 +82,14 @@ def test_rounded_layers_round_values_and_no_gradient(lesson, kind, shape):
 
 
 def test_rounded_layers_are_bf16_autocast_forward(lesson):
-    loss = {}
-    for name, region in (("fp32", lesson.RoundedLayers), ("bf16", torch.autocast)):
-        run = lesson.new_run(name, 0)
+    def picture(precision, region):
+        run = lesson.new_run(precision, 0)
         lesson.train(run, 1, region)
-        loss[name] = run.losses[0]
-    wide = lesson.new_run("fp32", 0)
-    lesson.train(wide, 1)
-    assert abs(loss["fp32"] - loss["bf16"]) < 0.1 * abs(wide.losses[0] - loss["bf16"])
+        return run.picture
+
+    low, wide = picture("bf16", torch.autocast), picture("fp32", torch.autocast)
+    rounded = picture("fp32", lesson.RoundedLayers)  # where a CPU sums otherwise, few pixels differ
+    assert (rounded - low).abs().mean() < 0.2 * (wide - low).abs().mean()
 
 
 @each("init_scale", [2.0**16, 12_345.0, 2.0**30])
