@@ -133,14 +133,30 @@ def test_a_last_loss_left_by_an_earlier_float32_run_explains_2025(lesson):
     assert held[1] + 64 * 1024**2 / 1e6 > 7533.332992 + 50
 
 
-@each("batch, fp32, amp", [(1365, (12, 12), (14, 6)), (4096, (4, 24), (6, 20))])
-def test_amp_needs_less_above_a_third_of_the_width(lesson, batch, fp32, amp):
-    """Bytes beside data and weights, as multiples of W² and of BW: the table's changes follow."""
-    peaks = lesson.recipe_peaks(batch=batch)
-    for peak, (squares, columns) in zip(peaks, (fp32, amp), strict=True):
-        weights_and_data = 12 * 4096**2 + 100 * 4 * batch * 4096
-        reckoned = weights_and_data + squares * 4096**2 + columns * batch * 4096
-        assert peak == pytest.approx(reckoned / 1e6, abs=0.2)
+@each("batch", [4096, 16384])
+@each("amp, forward, later", [(False, (12, 20), (16, 20)), (True, (18, 20), (16, 18))])
+def test_a_steps_peaks_are_sums_of_matrices(lesson, batch, amp, forward, later):
+    """In three layers, as multiples of W² and of BW bytes, weights included."""
+    peaks = lesson.step_peaks(batch, 3, amp)
+    for peak, (squares, columns) in zip(peaks, (forward, later), strict=True):
+        reckoned = (squares * 4096**2 + columns * batch * 4096) / 1e6
+        assert peak == pytest.approx(reckoned, abs=0.5)
+
+
+def more_at_the_peak(lesson, batch, layers, width=1000):
+    fp32, amp = (max(lesson.step_peaks(batch, layers, on, width)) for on in (False, True))
+    return amp - fp32
+
+
+@each("layers", [4, 6, 12])
+def test_the_peaks_break_even_a_layer_later(lesson, layers):
+    batch = 1000 * (layers - 2) / (layers - 3)
+    before, after = (more_at_the_peak(lesson, round(batch * by), layers) for by in (0.98, 1.02))
+    assert before > 0 > after
+
+
+def test_three_layers_never_peak_lower(lesson):
+    assert all(more_at_the_peak(lesson, batch, 3) > 0 for batch in (125, 1000, 4000, 100_000))
 
 
 class Relu2021(torch.autograd.Function):
@@ -169,9 +185,9 @@ class MseLoss2021(torch.autograd.Function):
         return torch.ops.aten.mse_loss_backward(g, *ctx.saved_tensors, 1), None
 
 
-@each("old", [False, True])
+@each("old, held", [(False, False), (False, True), (True, True)])
 @each("batch, width", [(32, 32), (8, 64)])
-def test_the_recipes_peaks_are_those_of_real_tensors(lesson, batch, width, old):
+def test_the_peaks_are_those_of_real_tensors(lesson, batch, width, old, held):
     """Against what torch's CPU allocator hands out, as the profiler sees it."""
     from torch.profiler import profile
 
@@ -194,6 +210,7 @@ def test_the_recipes_peaks_are_those_of_real_tensors(lesson, batch, width, old):
                 with torch.autocast("cpu", torch.float16, enabled=amp):
                     output = forward(net)
                     loss = mse_loss(output.float(), y)
+                output = output if held else None
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -201,9 +218,13 @@ def test_the_recipes_peaks_are_those_of_real_tensors(lesson, batch, width, old):
         sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
         return max(accumulate(sizes))
 
-    data = 100 * batch * width * 4
-    for amp, peak in enumerate(lesson.recipe_peaks(batch=batch, width=width, old=old)):
-        assert peak_of(bool(amp)) == pytest.approx(1e6 * peak - data, abs=16)
+    if held:
+        data = 100 * batch * width * 4 / 1e6
+        peaks = [peak - data for peak in lesson.recipe_peaks(batch=batch, width=width, old=old)]
+    else:
+        peaks = [max(lesson.step_peaks(batch, 3, amp, width)) for amp in (False, True)]
+    for amp, peak in enumerate(peaks):
+        assert peak_of(bool(amp)) == pytest.approx(1e6 * peak, abs=16)
 
 
 @each("share, faster", [(0.79, 3.97), (0.3, 100.0), (0.9, 0.1), (0.6, math.inf)])

@@ -81,6 +81,17 @@ def test_rounded_layers_round_values_and_no_gradient(lesson, kind, shape):
     assert torch.equal(out, layer(x.bfloat16().float()).bfloat16().float())
 
 
+def test_rounded_layers_are_bf16_autocast_forward(lesson):
+    def picture(precision, region):
+        run = lesson.new_run(precision, 0)
+        lesson.train(run, 1, region)
+        return run.picture
+
+    low, wide = picture("bf16", torch.autocast), picture("fp32", torch.autocast)
+    rounded = picture("fp32", lesson.RoundedLayers)  # where a CPU sums otherwise, few pixels differ
+    assert (rounded - low).abs().mean() < 0.2 * (wide - low).abs().mean()
+
+
 @each("init_scale", [2.0**16, 12_345.0, 2.0**30])
 def test_your_own_amp_is_torchs_at_any_scale(lesson, init_scale):
     theirs, mine = lesson.new_run("fp16", 0), lesson.new_run("fp16", 0)
