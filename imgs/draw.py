@@ -198,7 +198,6 @@ TREE = {
     "it needs more memory": [
         ("casts: more than one a\nweight and step?", "One region around\nall calls. 25"),
         ("one region, open long?", "The cache itself:\nclear_autocast_cache()"),
-        ("losses kept as tensors?", "Keep loss.item(): a loss\nholds its whole graph"),
     ],
 }
 

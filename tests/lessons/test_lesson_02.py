@@ -93,8 +93,6 @@ def test_subtracting_the_maximum_does_not_guard_a_long_sum_in_fp16(lesson):
     assert lesson.softmax(zeros).float().sum().item() == pytest.approx(1, abs=0.01)
     assert lesson.softmax(zeros).dtype == torch.float16
     assert lesson.cross_entropy(labels, zeros).item() == pytest.approx(math.log(70_000))
-    sizes = [zeros[:n].log_softmax(0).isfinite().all().item() for n in (65_519, 65_520)]
-    assert sizes == [True, False], "torch's own log_softmax, of which the lesson speaks"
 
 
 @each("dtype", [torch.float16, torch.bfloat16])

@@ -30,6 +30,14 @@ def test_the_products_have_the_right_formula(lesson):
     assert not gradcheck(lesson.Doubled.apply, inputs, raise_exception=False)
 
 
+def test_a_product_that_cannot_train_passes_gradcheck_with_its_forward_in_a_region(lesson):
+    in_region = torch.autocast("cpu", dtype=lesson.low)(lesson.Product.apply)
+    assert gradcheck(in_region, doubles((3, 3), (3, 3)))
+    floats = [tensor.detach().float().requires_grad_() for tensor in doubles((3, 3), (3, 3))]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        in_region(*floats).float().sum().backward()
+
+
 def test_only_what_is_decorated_for_the_tensors_device_survives_autocast(lesson):
     for product in (lesson.Product, lesson.ElsewhereProduct):
         assert lesson.error_under_autocast(product.apply) == float("inf")

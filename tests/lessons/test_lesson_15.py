@@ -116,12 +116,25 @@ def test_each_kind_of_weights_trains_and_fp64_agrees_with_fp32(lesson):
 def test_the_error_is_that_of_the_points_left_out_and_of_the_rung(lesson):
     plain = lesson.Rung(result=lesson.same)
     weights = lesson.train(plain, 0)
-    assert lesson.test(weights, plain) == pytest.approx(lesson.test(weights.double(), plain))
+    seen = set()
+    double = lesson.Rung(lambda t: seen.add(t.dtype) or t, lesson.same, stored=torch.float64)
+    assert lesson.test(weights, double) == pytest.approx(lesson.test(weights, plain), rel=1e-4)
+    assert seen == {torch.float64}
     assert lesson.test(weights, lesson.Rung(E2M1.round)) > 1.5 * lesson.test(weights, plain)
     constant = torch.zeros(129, 64)  # paints 0 everywhere
     target = lesson.picture[4096:]
     expected = 100 * (target.square().mean() / target.var()).item()
     assert lesson.test(constant, plain) == pytest.approx(expected, rel=1e-5)
+
+
+def test_torchs_own_fp8_product_keeps_a_row_of_zeros_and_the_scales_of_tiny_rows(lesson):
+    a, b = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(2))
+    rounded = [lesson.tile_round(t, E4M3FN, 32) for t in (a, b)]
+    whole = rounded[0] @ rounded[1].T
+    powers = torch.tensor([1.0, 0.0, 2.0**-30, 2.0**30]).repeat(8)[:, None]
+    product = lesson.torch_fp8(powers * a, b).float()
+    apart = (product - powers * whole).abs()
+    assert (apart <= powers * BF16.ulp(whole.abs().max().item())).all()
 
 
 def test_torchaos_filter_takes_wide_layers_but_the_last(lesson):
