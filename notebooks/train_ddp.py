@@ -1,4 +1,4 @@
-"""AMP on several ranks. On a machine with 8 GPUs: torchrun --nproc-per-node 8 train_ddp.py"""
+"""AMP on several ranks; on 8 GPUs: torchrun --nproc-per-node 8 train_ddp.py --device cuda"""
 
 import argparse
 import math

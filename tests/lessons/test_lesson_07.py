@@ -42,14 +42,30 @@ def test_a_doubled_scale_halves_the_update_in_the_wrong_order_only(lesson):
     assert wrong == pytest.approx([0.005] * 60 + [0.0025] * 10, rel=1e-2)
 
 
+def test_adams_updates_sink_after_the_doubling_and_recover_as_its_averages_forget(lesson):
+    lengths = lesson.adam_lengths()
+    assert lengths[:2000] == pytest.approx([0.01] * 2000, rel=1e-2)
+    for n in (1, 5, 20, 2000):  # gradients: 2000 times 1, then n times a half
+        mean = 0.9**n + 0.5 * (1 - 0.9**n)
+        squares = 0.999**n * (1 - 0.999**2000) + 0.25 * (1 - 0.999**n)
+        worked_out = 0.01 * mean / math.sqrt(squares / (1 - 0.999 ** (2000 + n)))
+        assert lengths[1999 + n] == pytest.approx(worked_out, rel=1e-2)
+
+
 @each("seed", [0, 1])
-def test_adams_updates_shrink_within_a_few_steps_of_the_doubling(lesson, seed):
-    lesson.seed = seed
-    tight = {"adam": True, "max_norm": 0.005 * 256, "steep": 0}
-    _, doubled = lesson.train("wrong", growth_interval=60, **tight)
-    _, constant = lesson.train("wrong", **tight)
-    assert doubled[:60] == constant[:60]
-    assert 0.9 < doubled[60] / constant[60] < 1 and doubled[64] / constant[64] < 0.9
+def test_with_adam_the_wrong_order_ends_best_and_no_clip_worst(lesson, seed):
+    lesson.seed, lesson.steps = seed, 150
+    last = {
+        clip: lesson.train(clip, adam=True, max_norm=1.0, steep=50)[0][-1]
+        for clip in ("no clip", "right", "wrong")
+    }
+    assert last["wrong"] < last["right"] < last["no clip"]
+
+
+def test_from_a_scale_of_65536_the_steep_batch_alone_is_skipped(lesson):
+    errors, lengths = lesson.train("no clip", init_scale=65536.0)
+    assert [i for i, length in enumerate(lengths, 1) if length == 0] == [20]
+    assert errors[-1] < 0.8 * errors[0]
 
 
 @each("max_norm", [0.1, 100.0])
