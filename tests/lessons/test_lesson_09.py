@@ -40,18 +40,20 @@ def test_a_shared_region_hides_the_step_of_the_discriminator(lesson):
     assert lesson.change_of_score(torch.autocast("cpu", dtype=torch.float16)) == 0
 
 
-def test_a_frozen_discriminator_steps_towards_the_fakes(lesson):
-    """Its gradients are the generator's, still scaled, and a little of its own."""
+@each("enabled", [True, False])
+def test_a_frozen_discriminator_steps_towards_the_fakes(lesson, enabled):
+    """With a scaler or without: most of its gradient comes from the generator's loss."""
     nets, optimizers = lesson.new_gan()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    dtype = torch.float16 if enabled else torch.float32
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
 
     def norm():
         return torch.stack([p.grad.norm() for p in nets[1].parameters()]).norm()
 
-    _, fake = lesson.discriminator_phase(nets, optimizers[1], scaler, torch.float16)
+    _, fake = lesson.discriminator_phase(nets, optimizers[1], scaler, dtype)
     own = norm()
-    lesson.generator_phase(nets, optimizers[0], scaler, torch.float16, fake)
-    assert norm() > 100 * own
+    lesson.generator_phase(nets, optimizers[0], scaler, dtype, fake)
+    assert norm() > (100 if enabled else 2) * own
     nets[1].requires_grad_(False)
     fake = fake.detach().float()
     before = nets[1](fake).mean()

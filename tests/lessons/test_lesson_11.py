@@ -63,6 +63,8 @@ def test_same_tells_bits_dtypes_and_keys_apart(lesson):
     assert not lesson.same(a, {"x": [torch.tensor([1.0, 2.0], dtype=torch.float64), 3], "y": "z"})
     assert not lesson.same(a, {"x": [torch.tensor([1.0, 2.0])], "y": "z"})
     assert not lesson.same(a, {"x": a["x"]})
+    assert not lesson.same(torch.tensor(0.0), torch.tensor(-0.0))
+    assert lesson.same(torch.tensor(torch.nan), torch.tensor(torch.nan))
 
 
 KILLED = """
