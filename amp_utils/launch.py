@@ -107,6 +107,10 @@ def _be_a_rank() -> None:
     done.touch()  # nobody hangs up while another still reads
     while not all(Path(f"done{rank}").exists() for rank in range(ranks)):
         time.sleep(0.01)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Leave without tearing Python down: a thread of gloo's that still holds a tensor would abort.
+    os._exit(0)  # https://github.com/pytorch/pytorch/pull/179291
 
 
 if __name__ == "__main__":

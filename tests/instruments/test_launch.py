@@ -71,6 +71,13 @@ def test_a_rank_that_fails_ends_the_launch_with_its_reason(tmp_path, temporary, 
     assert "hello" in capsys.readouterr().out
 
 
+@pytest.mark.full
+def test_a_rank_that_is_done_cannot_abort_while_python_ends(tmp_path, temporary, capsys):
+    aborts = "import atexit, os\natexit.register(os.abort)\nprint('done')"
+    launch(script(tmp_path, aborts), 2, limit=LIMIT)
+    assert capsys.readouterr().out == "done\ndone\n"
+
+
 @each(
     "errors, words",
     [

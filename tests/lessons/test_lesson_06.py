@@ -37,6 +37,7 @@ def test_good_batches_kill_the_weight_once_the_inverse_of_the_scale_is_inf(lesso
 def test_it_dies_as_torchs_does(lesson):
     schedule = [math.inf] * 166 + [None]
     log = lesson.fly(lesson.MyScaler(), schedule)
+    assert str(log) == str(lesson.fly(torch.amp.GradScaler("cpu"), schedule))  # nan == nan
     assert log[-2][0] == 0 and all(math.isfinite(value) for value in log[-2])
     assert all(math.isnan(value) for value in log[-1][1:])
 
@@ -54,6 +55,13 @@ def test_who_is_called_and_who_is_warned(lesson):
     calls, counted, weight, warnings = lesson.adam_steps(math.inf)
     assert (calls, counted, weight, len(warnings)) == (0, 0, 2.0, 1)
     assert lesson.adam_steps(math.inf, fused=True) == (1, 0, 2.0, [])
+
+
+def test_one_scaler_finds_its_scale_a_new_one_each_step_never_does(lesson):
+    skipped = [lesson.skipped_of(20, fresh=False), lesson.skipped_of(20, fresh=True)]
+    assert skipped == [10, 20]
+    saved = lesson.begin(64.0)[2].state_dict()
+    assert lesson.skipped_of(20, fresh=False, state=saved) == 0
 
 
 @each("fused", [False, True])
