@@ -159,6 +159,24 @@ def test_three_layers_never_peak_lower(lesson):
     assert all(more_at_the_peak(lesson, batch, 3) > 0 for batch in (125, 1000, 4000, 100_000))
 
 
+@each("amp", [False, True])
+def test_an_old_loss_costs_its_buffer_where_the_peak_is_in_the_forward_pass(lesson, amp):
+    without, with_it = (lesson.step_peaks(4096, 3, amp, old_loss=old) for old in (False, True))
+    assert with_it[0] - without[0] == pytest.approx(4 * 4096**2 / 1e6)
+    assert with_it[1] == without[1]
+
+
+@each("old, batch", [(True, 512), (False, 4096)])
+def test_in_fresh_processes_the_published_loop_costs_amp_half_a_matrix(lesson, old, batch):
+    (fp32,), (amp,) = (
+        lesson.recipe_peaks("loss", batch=batch, runs=(on,), old=old, set_to_none=not old)
+        for on in (False, True)
+    )
+    assert amp - fp32 == pytest.approx(2 * 4096**2 / 1e6, rel=0.01)
+    nothing = lesson.recipe_peaks(batch=batch, old=old, set_to_none=not old)
+    assert nothing == pytest.approx([fp32, amp], abs=0.001)
+
+
 class Relu2021(torch.autograd.Function):
     """As it was before pull request 63089: the input is saved, not the output."""
 
@@ -205,8 +223,7 @@ def test_the_peaks_are_those_of_real_tensors(lesson, batch, width, old, held):
         with profile(profile_memory=True) as profiler:
             net = models.mlp(width, width, width)
             optimizer = torch.optim.SGD(net.parameters())
-            for _ in range(2):
-                output = loss = None
+            for _ in range(3):
                 with torch.autocast("cpu", torch.float16, enabled=amp):
                     output = forward(net)
                     loss = mse_loss(output.float(), y)
@@ -214,6 +231,7 @@ def test_the_peaks_are_those_of_real_tensors(lesson, batch, width, old, held):
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                loss = loss if held else None
         events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
         sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
         return max(accumulate(sizes))
@@ -225,6 +243,24 @@ def test_the_peaks_are_those_of_real_tensors(lesson, batch, width, old, held):
         peaks = [max(lesson.step_peaks(batch, 3, amp, width)) for amp in (False, True)]
     for amp, peak in enumerate(peaks):
         assert peak_of(bool(amp)) == pytest.approx(1e6 * peak, abs=16)
+
+
+@each("precision", ["fp32", "bf16"])
+def test_no_step_of_the_loop_needs_more_than_the_first(lesson, precision):
+    """So `train` lets go of its last loss, whose buffer has the output's size."""
+    from torch.profiler import profile
+
+    data = torch.randn(2, 64, 16)
+
+    def peak_of(steps):
+        lane = lesson.new_lane(precision, 16)
+        with profile(profile_memory=True) as profiler:
+            lesson.train(precision, *lane, data, steps)
+        events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+        return max(accumulate(sizes))
+
+    assert peak_of(3) < peak_of(1) + 64 * 16
 
 
 @each("share, faster", [(0.79, 3.97), (0.3, 100.0), (0.9, 0.1), (0.6, math.inf)])

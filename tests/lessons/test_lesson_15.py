@@ -140,8 +140,9 @@ def test_torchs_own_fp8_product_keeps_a_row_of_zeros_and_the_scales_of_tiny_rows
 def test_torchaos_filter_takes_wide_layers_but_the_last(lesson):
     wide, narrow = (torch.nn.Linear(n, 4096, device="meta") for n in (4096, 4095))
     assert lesson.wide_layers(wide, "layers.0.up")
-    uneven = torch.nn.Linear(4104, 4096, device="meta")  # fp8 units take multiples of 16
+    uneven = torch.nn.Linear(4112, 4096, device="meta")  # no whole number of MX's blocks of 32
     assert not lesson.wide_layers(wide, "output") and not lesson.wide_layers(wide, "model.output")
+    assert not lesson.wide_layers(torch.nn.Sequential(wide), "")  # quantize_ asks for it too
     assert not lesson.wide_layers(narrow, "layers.0.up")
     assert not lesson.wide_layers(uneven, "layers.0.up")
 
@@ -153,5 +154,7 @@ def test_watching_a_training_changes_nothing_and_counts_what_rounds_to_zero(less
     assert len(zero) == 3 * 60
     first, last = (torch.cat(part).double().mean() for part in (zero[:30], zero[-30:]))
     assert 0 < first < last
+    _, lifted = lesson.watch(lesson.Rung(E4M3FN.round, loss_scale=1024.0))
+    assert torch.cat(lifted[-30:]).double().mean() < last / 4
     plain, none = lesson.watch(lesson.Rung(result=lesson.same))
     assert plain[-1] < path[-1] and not torch.cat(none).any()
