@@ -70,7 +70,7 @@ def loss_scaling(axes: Axes) -> None:
     """Gradients as a hill over exponents; a scale of 2^16 moves it into what fp16 can hold."""
     exponents = np.linspace(-45, 20, 1000)
     hill = np.exp(-(((exponents + 29) / 4.5) ** 2))
-    for left, right, color in ((-24, -14, "#CFE3F1"), (-14, 16, "#9CC7E3")):
+    for left, right, color in ((-25, -14, "#CFE3F1"), (-14, 16, "#9CC7E3")):
         axes.add_patch(plt.Rectangle((left, -0.2), right - left, 2, color=color, lw=0))
     axes.fill_between(
         exponents,
@@ -90,7 +90,7 @@ def loss_scaling(axes: Axes) -> None:
     axes.text(-19, 1.42, "fp16, fewer digits\n(subnormal)", ha="center", va="bottom", fontsize=10)
     axes.text(1, 1.42, "fp16, all digits", ha="center", va="bottom", fontsize=10)
     axes.text(18, 1.42, "inf", ha="center", va="bottom", fontsize=10)
-    for exponent in (-24, -14, 16):
+    for exponent in (-25, -14, 16):
         axes.text(exponent, -0.24, f"$2^{{{exponent}}}$", ha="center", va="top", fontsize=12)
     axes.set(xlim=(-44, 21), ylim=(-0.42, 1.75))
 

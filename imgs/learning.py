@@ -33,7 +33,7 @@ def draw(folder: Path = HERE, steps: int = 300) -> Path:
         axes = left.subplots()
         for label, (dtype, loss_scale, color, line) in WAYS.items():
             net = lesson.new_skin(0)
-            losses = lesson.train(dtype, loss_scale, 0, model=net)
+            losses = lesson.train(net, dtype, loss_scale)
             axes.plot(losses, color=color, linestyle=line, linewidth=2.4)
             if loss_scale == 1 and dtype == torch.float16:
                 style = {"color": color, "ha": "right", "fontweight": "bold"}

@@ -218,7 +218,7 @@ FAULTS = {
     ],
     "words_are_enough_and_not_too_many": [
         replace(3, "word ", ""),
-        replace(3, "word ", "word " * 3),
+        replace(3, "word ", "word " * 2),
     ],
     "executed_from_top_to_bottom": [
         lambda nb: nb.cells[6].update(execution_count=7),

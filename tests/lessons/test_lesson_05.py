@@ -33,18 +33,19 @@ def test_distance_is_the_relative_length_of_the_difference(lesson):
 
 @each("seed", range(2))
 def test_unscaled_fp16_never_moves_and_scaled_fp16_follows_float32(lesson, seed):
-    unscaled = lesson.train(torch.float16, 1, seed)
-    scaled = lesson.train(torch.float16, 2**16, seed)
-    reference = lesson.train(torch.float32, 1, seed)
+    unscaled = lesson.train(lesson.new_skin(seed), torch.float16, 1)
+    scaled = lesson.train(lesson.new_skin(seed), torch.float16, 2**16)
+    reference = lesson.train(lesson.new_skin(seed), torch.float32, 1)
     assert len(unscaled) == 40 and unscaled[-1] == unscaled[0]
     assert scaled[-1] == pytest.approx(reference[-1], rel=0.05)
     assert reference[-1] < 0.9 * reference[0]
 
 
 def test_a_small_eps_makes_metres_as_good_as_millimetres(lesson):
-    metres = lesson.train(torch.float32, 1, 0, eps=1e-14)
-    assert metres == pytest.approx(lesson.train(torch.float32, 1, 0, unit=1.0), rel=1e-2)
-    assert metres[-1] < 0.9 * lesson.train(torch.float32, 1, 0)[-1]
+    metres = lesson.train(lesson.new_skin(0), torch.float32, 1, eps=1e-14)
+    millimetres = lesson.train(lesson.new_skin(0), torch.float32, 1, unit=1.0)
+    assert metres == pytest.approx(millimetres, rel=1e-2)
+    assert metres[-1] < 0.9 * lesson.train(lesson.new_skin(0), torch.float32, 1)[-1]
 
 
 @each("exponent", [-40, -24, -3, 5])
