@@ -81,7 +81,7 @@ function figure(stage, {init, interval, ceiling, steps, bad}) {
     slider("growth_interval", {min: 1, max: 40, value: interval}, String, change("interval")),
     slider("ceiling", {min: -60, max: 60, value: ceiling}, name, change("ceiling")),
     slider("infinite batches", {min: 0, max: 40, value: 0},
-      n => (n ? (n > 1 ? `and every ${n}th` : "all") : "as marked"), change("every")),
+      n => (n ? (n > 1 ? `and 1 in ${n}` : "all") : "as marked"), change("every")),
     cursor.step, cursor.scale, make("div", {class: "controls", style: "flex-basis:100%"}, bomb, go));
 
   // A pointer draws in the plane, and marks batches beneath it.

@@ -65,6 +65,12 @@ def test_the_error_is_the_mean_of_the_last_tenth(lesson):
     assert lesson.error(run, 5) == 4
 
 
+def test_a_change_is_read_as_the_step_in_which_float32_was_there(lesson):
+    lesson.fp32_error = {step: 1 / step for step in range(1, 101)}
+    assert [lesson.reached(50, change) for change in (1, 0, -0.25)] == ["25", "50", "67"]
+    assert lesson.reached(100, -0.5) == "later"
+
+
 @each(
     "kind, shape",
     [(torch.nn.Linear, (8, 4)), (partial(torch.nn.Conv2d, kernel_size=1), (1, 4, 2, 2))],
