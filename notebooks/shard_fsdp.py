@@ -32,13 +32,13 @@ class Traffic(TorchDispatchMode):
 
 def sharded(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> nn.Module:
     """A small network, of which each rank keeps a piece."""
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # the same on all ranks: unlike DDP, fully_shard copies no weights
     net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
     mesh = init_device_mesh(device.type, (ranks,))
     for layer in (net[0], net[2]):  # in a large network each block
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     last = replace(policy, output_dtype=torch.float32)  # what the loss gets
-    return fully_shard(net, mesh=mesh, mp_policy=last)  # what no layer took: here nothing
+    return fully_shard(net, mesh=mesh, mp_policy=last)  # the root: layers let go after forward
 
 
 def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> dict:
