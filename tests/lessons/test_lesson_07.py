@@ -60,6 +60,16 @@ def test_with_adam_the_wrong_order_ends_best_and_no_clip_worst(lesson, seed):
         for clip in ("no clip", "right", "wrong")
     }
     assert last["wrong"] < last["right"] < last["no clip"]
+    low, _ = lesson.train("right", adam=True, max_norm=0.03, steep=50)
+    assert low[-1] < 0.5 * last["right"]
+
+
+@each("kind", ["SGD", "Adam"])
+def test_in_the_wrong_order_the_clip_finds_the_scale_times_the_length(lesson, kind):
+    right, wrong = (lesson.lengths_found(kind, order) for order in ("right", "wrong"))
+    assert wrong[0] == pytest.approx(4096 * right[0], rel=1e-2)
+    assert max(right) < 1 and min(wrong) > 500
+    assert kind == "Adam" or wrong[2] == pytest.approx(2 * wrong[1], rel=1e-2)
 
 
 def test_from_a_scale_of_65536_the_steep_batch_alone_is_skipped(lesson):
@@ -88,7 +98,9 @@ def test_the_lessons_scaler_is_that_of_lesson_6(lesson):
 
 
 def test_attempts_report_torchs_errors(lesson):
-    assert lesson.attempt("unscale_", "step") == "no error, a gradient of 0.66"
-    assert lesson.attempt("unscale_", "update", "step") == "no error, a gradient of 1e-05"
+    assert lesson.attempt("unscale_", "step", "update") == "no error, a gradient of 0.66"
+    trap = ("unscale_", "update", "step")
+    assert lesson.attempt(*trap).startswith("batch 2: RuntimeError: unscale_() is being called")
+    assert lesson.attempt(*trap, "update") == "no error, a gradient of 1e-05"
     assert "has already been called" in lesson.attempt("unscale_", "unscale_")
     assert "unscale_() is being called after step()" in lesson.attempt("step", "unscale_")

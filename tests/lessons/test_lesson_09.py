@@ -40,6 +40,15 @@ def test_a_shared_region_hides_the_step_of_the_discriminator(lesson):
     assert lesson.change_of_score(torch.autocast("cpu", dtype=torch.float16)) == 0
 
 
+def test_a_region_around_the_loop_hides_weights_that_move(lesson):
+    untrained = lesson.new_gan()[0][0](lesson.noise(2048)).norm(dim=1).mean()
+    with torch.autocast("cpu", dtype=torch.float16):
+        run = lesson.train(torch.float16, 60)
+    inside = run["fakes"][-1].norm(dim=1).mean()
+    after = run["nets"][0](lesson.noise(2048)).norm(dim=1).mean()
+    assert abs(inside - untrained) < 0.05 and after > 3
+
+
 @each("enabled", [True, False])
 def test_a_frozen_discriminator_steps_towards_the_fakes(lesson, enabled):
     """With a scaler or without: most of its gradient comes from the generator's loss."""
@@ -78,6 +87,7 @@ def test_each_optimizer_decides_and_the_scale_backs_off_once(lesson, bad):
 def test_an_update_between_steps_and_two_scalers_are_wrong_once_the_scale_differs(lesson):
     assert lesson.update_between_steps(bad=False) == -2
     assert lesson.update_between_steps(bad=True) == -4
+    assert lesson.update_between_steps(bad=True, phases=True) == -2
     for scale in (256.0, 1024.0):
         right = [2 + 3 * scale / 1024, 3 * 1024 / scale - 5]
         assert lesson.two_scalers(1024.0, scale) == right
