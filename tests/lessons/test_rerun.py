@@ -25,7 +25,7 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "07_unscaled_clipping": {"max_norm": 0.5, "steps": 5, "seed": 3, "steep_step": 2},
     "08_accumulation_and_penalty": {"accumulate": 2, "epochs": 2, "seed": 1},
     "09_multiple_optimizers": {"steps": 8, "seed": 1},
-    "10_amp_recipe": {"precision": "bf16", "batch": 32, "width": 64, "repeats": 1, "seed": 1},
+    "10_amp_recipe": {"precision": "bf16", "batch": 32, "width": 64, "layers": 6, "repeats": 1},
     "11_checkpoint_and_inference": {"precision": "bf16", "steps": 3, "seed": 1},
     "12_checkerboard_cnn": {"precision": "bf16", "steps": 20, "seeds": 2, "squares": 2},
     "14_debugging_clinic": {"steps": 24, "seed": 1},
