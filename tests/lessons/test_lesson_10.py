@@ -203,12 +203,19 @@ class MseLoss2021(torch.autograd.Function):
         return torch.ops.aten.mse_loss_backward(g, *ctx.saved_tensors, 1), None
 
 
+def peak_while(run, *given):
+    """The most bytes that torch's CPU allocator has handed out at a time, as the profiler sees."""
+    from torch.profiler import profile
+
+    with profile(profile_memory=True) as profiler:
+        run(*given)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda event: event.start_ns())))
+
+
 @each("old, held", [(False, False), (False, True), (True, True)])
 @each("batch, width", [(32, 32), (8, 64)])
 def test_the_peaks_are_those_of_real_tensors(lesson, batch, width, old, held):
-    """Against what torch's CPU allocator hands out, as the profiler sees it."""
-    from torch.profiler import profile
-
     x, y = torch.randn(2, batch, width)
     mse_loss = MseLoss2021.apply if old else torch.nn.functional.mse_loss
 
@@ -219,22 +226,18 @@ def test_the_peaks_are_those_of_real_tensors(lesson, batch, width, old, held):
             hidden = Relu2021.apply(hidden) if relu else layer(hidden)
         return hidden
 
-    def peak_of(amp):
-        with profile(profile_memory=True) as profiler:
-            net = models.mlp(width, width, width)
-            optimizer = torch.optim.SGD(net.parameters())
-            for _ in range(3):
-                with torch.autocast("cpu", torch.float16, enabled=amp):
-                    output = forward(net)
-                    loss = mse_loss(output.float(), y)
-                output = output if held else None
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                loss = loss if held else None
-        events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-        sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-        return max(accumulate(sizes))
+    def train(amp):
+        net = models.mlp(width, width, width)
+        optimizer = torch.optim.SGD(net.parameters())
+        for _ in range(3):
+            with torch.autocast("cpu", torch.float16, enabled=amp):
+                output = forward(net)
+                loss = mse_loss(output.float(), y)
+            output = output if held else None
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss if held else None
 
     if held:
         data = 100 * batch * width * 4 / 1e6
@@ -242,23 +245,17 @@ def test_the_peaks_are_those_of_real_tensors(lesson, batch, width, old, held):
     else:
         peaks = [max(lesson.step_peaks(batch, 3, amp, width)) for amp in (False, True)]
     for amp, peak in enumerate(peaks):
-        assert peak_of(bool(amp)) == pytest.approx(1e6 * peak, abs=16)
+        assert peak_while(train, bool(amp)) == pytest.approx(1e6 * peak, abs=16)
 
 
 @each("precision", ["fp32", "bf16"])
 def test_no_step_of_the_loop_needs_more_than_the_first(lesson, precision):
     """So `train` lets go of its last loss, whose buffer has the output's size."""
-    from torch.profiler import profile
-
     data = torch.ones(2, 64, 16)
 
     def peak_of(steps):
         lane = lesson.new_lane(precision, 16)
-        with profile(profile_memory=True) as profiler:
-            lesson.train(precision, *lane, data, steps)
-        events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-        sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-        return max(accumulate(sizes))
+        return peak_while(lesson.train, precision, *lane, data, steps)
 
     assert peak_of(3) < peak_of(1) + 64 * 16
 

@@ -131,7 +131,7 @@ def predictions_are_committed_and_answered(nb, path):
 def an_answer_that_a_clock_decides_is_not_compared(nb, path):
     clocked, complaints = False, []
     for i, cell in code(nb):
-        clocked = "guess" not in tags(cell) and (clocked or bool(CLOCK.search(cell.source)))
+        clocked = "guess" not in tags(cell) and (clocked or CLOCK.search(cell.source))
         if "lesson.predict(" in cell.source:
             if clocked and "nbval-ignore-output" not in tags(cell):
                 complaints.append(f"Cell {i}: a clock decides the answer: do not compare it.")
