@@ -260,6 +260,9 @@ def test_solutions_are_folded_and_outputs_can_be_scrolled_with_the_keyboard(buil
         solutions = [cell for cell in nbformat.read(path, 4).cells if has(cell, "solution")]
         folded = page("details", {"class": "solution", "open": False})
         assert len(folded) == len(page(class_="celltag_solution")) == len(solutions) > 0, path.name
+        checks = page(class_="celltag_check")
+        assert all(cell.find("details").summary.string == "The check" for cell in checks)
+        assert all(not cell.select("details .output") for cell in checks), "a verdict is shown"
         outputs = page.select(".output pre")
         assert outputs and all(pre.get("tabindex") == "0" for pre in outputs), path.name
         assert not page.select(".input pre[tabindex]"), path.name

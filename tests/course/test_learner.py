@@ -125,7 +125,7 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     reader.runs(2)
     reader.reads_below("lesson.predict(guess_low", "✓ as you predicted: ['output', 'output.grad']")
 
-    reader.reads_below("def check_autocast_dtype", "✎ not attempted yet")
+    reader.reads_below("@lesson.check", "✎ not attempted yet")
     reader.unfolds("Hint", "It is a context manager, and every tensor knows its .dtype.")
     reader.unfolds("# Solution of exercise 1", "return (a @ b).dtype")
     reader.writes(
@@ -135,7 +135,7 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
         "        return (a @ b).dtype",
     )
     reader.runs(2)
-    reader.reads_below("def check_autocast_dtype", "✓ correct")
+    reader.reads_below("@lesson.check", "✓ correct")
 
     reader.follows("5 · Gradient underflow")  # its figure is trusted, and alive before any cell ran
     reader.presses("ArrowRight", "slider", "loss scale")
@@ -152,7 +152,7 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     reader.presses("PageDown", "slider", "ceiling")
     reader.presses("Enter", "button", "Fly")
     reader.sees("The scaler (blue) skipped")
-    reader.reads_below("def check_guarded_update", "✎ not attempted yet")
+    reader.reads_below("@lesson.check", "✎ not attempted yet")
 
     command = [sys.executable, "-m", "amp_utils.course", "--root", course, "progress"]
     table = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from amp_utils.course import CourseError, notebook, outline
 from amp_utils.course.__main__ import main
@@ -161,7 +161,7 @@ SLIDE_TYPES = [
     (None, new_code_cell, "## no heading\nx = 1", None),
     ("skip", new_code_cell, "steps: int = 3  # steps", "parameters"),
     ("skip", new_code_cell, "import torch\n\nlesson.validate(\n    globals(),\n)", None),
-    ("skip", new_code_cell, "lesson.record(x=1)", None),
+    ("skip", new_code_cell, "# For tests\nlesson.record(x=1)", "record"),
 ]
 
 
@@ -169,6 +169,14 @@ def test_tags_and_headings_decide_what_a_cell_is_in_a_presentation():
     for kind, new, source, tag in SLIDE_TYPES:
         cell = new(source, metadata={"tags": [tag] if tag else []})
         assert outline.slide_type(cell) == kind, (source, tag)
+
+
+def test_sources_that_only_the_curious_read_are_folded(tmp_path):
+    path = tmp_path / "01_float_formats.ipynb"
+    given = [new_code_cell("x = 1", metadata={"tags": [tag]}) for tag in ("check", "exercise")]
+    nbformat.write(new_notebook(cells=given), path)
+    check, stub = nbformat.reads(outline.up_to_date(path), 4).cells
+    assert check.metadata.jupyter == {"source_hidden": True} and "jupyter" not in stub.metadata
 
 
 def test_every_lesson_makes_a_presentation():

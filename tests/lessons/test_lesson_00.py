@@ -1,6 +1,4 @@
-"""Lesson 0: its experiment keeps its promise, and its five questions show the right entrance."""
-
-import math
+"""Lesson 0: its experiment keeps its promise, and its three questions show the right entrance."""
 
 import numpy as np
 import pytest
@@ -15,10 +13,8 @@ TRUTH = {
     "A1": 2 * 3.0,
     "A2": 3 * 2 + 2,
     "A3": np.broadcast_shapes((4, 1), (3,)),
-    "A4": 6 & 3,
-    "A6": math.ceil(10 / 4),
 }
-WRONG = {"A1": 9, "A2": 6, "A3": (4, 1), "A4": 7, "A6": 2}
+WRONG = {"A1": 9, "A2": 6, "A3": (4, 1)}
 ANSWERS, VERDICT, DATA = "c00-31", "c00-35", "c00-40"
 
 
@@ -31,17 +27,9 @@ def sources():
 @each(
     "missed, said",
     [
-        ([], "5 of 5 right. Your way: lesson 1."),
-        (["A4"], "4 of 5 right. Your way: lesson 1; A4 when a lesson sends you there."),
-        (
-            ["A1", "A6"],
-            "3 of 5 right. Your way: A1 → lesson 1; A6 when a lesson sends you there.",
-        ),
-        (
-            list(TRUTH),
-            "0 of 5 right. Your way: A1 → A2 → A3 → lesson 1; "
-            "A4 and A6 when a lesson sends you there.",
-        ),
+        ([], "3 of 3 right. Your way: lesson 1"),
+        (["A2"], "2 of 3 right. Your way: A2 → lesson 1"),
+        (list(TRUTH), "0 of 3 right. Your way: A1 → A2 → A3 → lesson 1"),
     ],
 )
 def test_the_answers_lead_to_an_entrance(sources, capsys, missed, said):
@@ -49,16 +37,23 @@ def test_the_answers_lead_to_an_entrance(sources, capsys, missed, said):
     for name in TRUTH:
         answer = WRONG[name] if name in missed else TRUTH[name]
         filled = filled.replace(f'"{name}": None', f'"{name}": {answer!r}')
-    namespace = {"torch": torch, "nn": torch.nn, "DataLoader": torch.utils.data.DataLoader}
+    namespace = {"torch": torch, "nn": torch.nn}
     exec(filled, namespace)
     exec(sources[VERDICT], namespace)
-    way, *corrected = capsys.readouterr().out.splitlines()
+    *corrected, way = capsys.readouterr().out.splitlines()
     assert way == said
     assert corrected == [
         f"{name}: you wrote {WRONG[name]}; PyTorch says {namespace['right'][name]}"
         for name in missed
     ]
     assert namespace["right"] == TRUTH
+
+
+def test_an_omitted_answer_is_not_given_away(sources, capsys):
+    namespace = {"torch": torch, "nn": torch.nn}
+    exec(sources[ANSWERS], namespace)
+    exec(sources[VERDICT], namespace)
+    assert capsys.readouterr().out == "0 of 3 right. Your way: A1 → A2 → A3 → lesson 1\n"
 
 
 def test_only_the_scaled_fp16_network_learns(sources):
@@ -73,3 +68,26 @@ def test_the_solution_of_the_first_exercise_leaves_no_region_open():
     matrix = torch.ones(3, 3)
     assert load("00").autocast_dtype(matrix, matrix) == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
+
+
+MISTAKES = [  # what somebody may write in exercise 2, and what the check says
+    ("optimizer.zero_grad()", "pass", "did you clear the old gradients first?"),
+    ("float16):", "float16, enabled=False):", "line 1: the output was"),
+    ("scaler.scale(loss)", "loss", "Attempted step but _scale is None"),
+    ("scaler.step(optimizer)", "optimizer.step()", "No inf checks"),
+    ("scaler.update()", "pass", "step() has already been called"),
+    ("    scaler.scale", "        scaler.scale", "line 2: backward ran inside"),
+    ("loss.item()", "loss.detach()", "not a number: <class 'torch.Tensor'>"),
+]
+
+
+@each("line, instead, said", MISTAKES)
+def test_the_check_of_the_second_exercise_names_the_mistake(sources, capsys, line, instead, said):
+    lesson = vars(load("00", device=torch.device("cpu"), seed=0, steps=20))
+    exec(sources[DATA], lesson)
+    lesson["runs"] = {"fp16, scaled loss": lesson["train"](torch.float16, scaled=True)}
+    solution, check = sources["c00-26"], sources["c00-24"]
+    assert solution.count(line) == 1
+    exec(solution.split("\n\n\ncheck")[0].replace(line, instead), lesson)
+    exec(check, lesson)
+    assert said in capsys.readouterr().out

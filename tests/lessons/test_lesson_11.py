@@ -1,11 +1,9 @@
-"""Lesson 11: a resumed run is the same run, no kill breaks a checkpoint, bad files are refused."""
+"""Lesson 11: a resumed run is the same run, no kill breaks a checkpoint, code is refused."""
 
-import contextlib
 import os
-import random
+import pickle
 import subprocess
 import sys
-import zipfile
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ GIVEN = {
     "board": models.checkerboard(16),
     "steps": 6,
     "width": 8,
+    "low": torch.bfloat16,
 }
 
 
@@ -120,57 +119,27 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     assert done.stdout.splitlines() == naive + atomic, done.stderr
 
 
-SPOIL = {
-    "cut off": lambda lesson, path: path.write_bytes(path.read_bytes()[:-1000]),
-    "one bit flipped": lambda lesson, path: lesson.flip_a_bit(path),
-    "a Trojan": lambda lesson, path: torch.save({"model": lesson.Trojan()}, path),
-}
-
-
-@each(
-    "how, sentence",
-    [
-        ("cut off", "run.pt is missing, damaged, or no checkpoint."),
-        ("one bit flipped", "run.pt has a wrong checksum in "),
-        ("a Trojan", "run.pt would run code: builtins.print."),
-    ],
-)
-def test_each_bad_file_is_one_sentence_and_runs_nothing(lesson, how, sentence, tmp_path, capsys):
-    path = tmp_path / "run.pt"
-    lesson.save(lesson.snapshot(trained(lesson)), path)
-    SPOIL[how](lesson, path)
-    with pytest.raises(lesson.CheckpointError) as caught:
-        lesson.load(path)
-    assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value)
-    assert (caught.value.__cause__ is None) == (how == "one bit flipped"), "the reason is lost"
+def test_a_file_that_would_run_code_is_refused_and_runs_nothing(lesson, tmp_path, capsys):
+    torch.save({"model": lesson.Trojan()}, tmp_path / "run.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        lesson.load(tmp_path / "run.pt")
     assert "printed by the file" not in capsys.readouterr().out, "the file's code ran"
 
 
-def test_a_damaged_bit_is_refused_by_one_exception_or_changes_nothing(lesson, tmp_path):
-    path = tmp_path / "run.pt"
-    lesson.save(good := lesson.snapshot(trained(lesson, steps=1)), path)
-    content, bits = path.read_bytes(), random.Random(0)
-    for content_of_pickle in (b"", b"\x80", b"\xff" * 99, *[None] * 300):
-        damaged = bytearray(content)
-        damaged[bits.randrange(len(content))] ^= 1 << bits.randrange(8)
-        path.write_bytes(damaged)
-        if content_of_pickle is not None:
-            with zipfile.ZipFile(path, "w") as archive:
-                archive.writestr("archive/data.pkl", content_of_pickle)
-                archive.writestr("archive/version", "3")
-        with contextlib.suppress(lesson.CheckpointError):
-            assert lesson.same(lesson.load(path), good)
+def test_a_random_state_must_stay_on_the_cpu(lesson, tmp_path):
+    torch.save(lesson.snapshot(trained(lesson)), tmp_path / "run.pt")
+    moved = torch.load(tmp_path / "run.pt", map_location="meta", weights_only=True)
+    with pytest.raises(TypeError):
+        torch.set_rng_state(moved["rng"]["cpu"])
 
 
 @each("share", [0.0, 0.1, 0.5, 0.9, 0.999])
 def test_a_checkpoint_cut_anywhere_is_refused(lesson, share, tmp_path):
     path = tmp_path / "run.pt"
-    with pytest.raises(lesson.CheckpointError):
-        lesson.load(path)
     lesson.save(lesson.snapshot(trained(lesson, steps=1)), path)
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(lesson.CheckpointError):
+    with pytest.raises((RuntimeError, OSError, EOFError, pickle.UnpicklingError)):
         lesson.load(path)
 
 
@@ -183,24 +152,20 @@ def test_the_saved_scaler_and_torchs_load_each_other(lesson):
     assert theirs.get_scale() == 2.0**8 and ours.state_dict()["_growth_tracker"] == 2
 
 
-def test_autocast_casts_each_weight_at_each_call_and_a_converted_net_none(lesson):
-    net, request = torch.nn.Linear(4, 4, bias=False), torch.ones(1, 4)
-    with lesson.CastCounter() as counter, torch.inference_mode():
+def test_the_counter_sees_the_casts_of_its_weight_alone(lesson):
+    net, request = torch.nn.Linear(4, 4), torch.ones(4, 4)
+    with lesson.CastCounter(net.weight) as counter, torch.inference_mode():
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 net(request)
-    assert counter.numbers == 2 * (16 + 4)
-    with lesson.CastCounter() as counter, torch.no_grad():
-        net.bfloat16()(request.bfloat16())
-    assert counter.numbers == 4 + 16
+    assert counter.casts == 2
+    with lesson.CastCounter(net.bfloat16().weight) as counter, torch.no_grad():
+        net(request.bfloat16())
+    assert counter.casts == 0
 
 
-def test_convert_leaves_batch_norm_and_the_given_network_alone(lesson):
-    layers = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
-    net = torch.nn.Sequential(*layers)
-    net(torch.randn(64, 4))  # statistics that 16 bits cannot hold
-    small = lesson.convert(net, torch.bfloat16)
-    assert [layer.weight.dtype.itemsize for layer in small] == [2, 4, 2]
-    assert lesson.same(net[1].state_dict(), small[1].state_dict())
-    assert net.training and {weight.dtype for weight in net.parameters()} == {torch.float32}
-    assert small(torch.randn(3, 4).bfloat16()).dtype == torch.bfloat16
+@each("frozen, casts", [(False, 1), (True, 3)])
+def test_without_a_graph_autocast_keeps_only_weights_that_require_a_gradient(lesson, frozen, casts):
+    net = lesson.new_run("fp16", 0).net.requires_grad_(not frozen)
+    assert lesson.casts_under(torch.no_grad, net) == casts
+    assert lesson.casts_under(torch.inference_mode, net) == 3
