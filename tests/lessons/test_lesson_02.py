@@ -29,6 +29,15 @@ def test_there_and_back_is_what_numpy_computes(lesson, dtype, x, y):
     assert lesson.there_and_back(x, y, dtype) == pytest.approx(expected, nan_ok=True)
 
 
+@each("name", ["float32", "bfloat16", "float16"])
+def test_there_and_back_is_right_exactly_between_the_powers_of_two_shown(lesson, name):
+    dtype = getattr(torch, name)
+    results = {e: lesson.there_and_back(1.0, 2.0**e, dtype) for e in range(-160, 140)}
+    right = [e for e, result in results.items() if result == 1]
+    assert right == list(range(right[0], right[-1] + 1))
+    assert all(math.isnan(result) for e, result in results.items() if e not in right)
+
+
 @each("dim", [0, 1, -1])
 @each("size", [1e-3, 1.0, 1e4])
 def test_softmax_is_torchs_for_every_dimension(lesson, dim, size):
@@ -100,6 +109,7 @@ def test_a_variance_from_one_pass_is_lost_in_16_bits(lesson, dtype):
     x = 10 + 0.1 * torch.randn(10_000, generator=torch.Generator().manual_seed(7))
     assert lesson.variance(x) == pytest.approx(0.01, rel=0.1)
     assert abs(lesson.variance(x.to(dtype)) - 0.01) > 0.005
+    assert x.to(dtype).var(correction=0).item() == pytest.approx(0.01, rel=0.1)
 
 
 @each("gradient", [1e-1, 1e-2, 1e-3, -1e-4])
@@ -112,14 +122,28 @@ def test_adams_first_step_is_the_learning_rate_in_float32_and_infinite_in_float1
     assert half == sign * math.inf if vanishes else half == pytest.approx(0.01, rel=0.1)
 
 
+@each("fused", [False, True])
+def test_adams_later_steps_are_too_long_in_float16_whichever_the_implementation(fused):
+    weight = torch.nn.Parameter(torch.ones(1).half())
+    optimizer = torch.optim.Adam([weight], lr=0.01, fused=fused)
+    moved = []
+    for _ in range(30):
+        weight.grad = torch.full_like(weight, 1e-3)
+        optimizer.step()
+        moved.append(1 - weight.item())
+    if fused:  # float32 inside of the kernel, so that the first step is right
+        assert moved[0] == pytest.approx(0.01, rel=0.1)
+    assert moved[-1] > 3 * 30 * 0.01
+
+
 @each("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_masked_softmax_is_torchs_with_minus_infinity(lesson, dtype):
     generator = torch.Generator().manual_seed(2)
     scores = (10 * torch.randn(50, 6, generator=generator)).to(dtype).requires_grad_()
     hidden = torch.rand(50, 6, generator=generator) < 0.6
-    with torch.autograd.set_detect_anomaly(True):  # raises where a gradient is nan on its way
-        weights = lesson.masked_softmax(scores, hidden)
-        torch.autograd.grad(weights[:, 1].sum(), scores)
+    weights = lesson.masked_softmax(scores, hidden)
+    (gradient,) = torch.autograd.grad(weights[:, 1].sum(), scores)
+    assert gradient.isfinite().all() and not gradient[hidden].any()
     expected = scores.masked_fill(hidden, -math.inf).softmax(1).nan_to_num(nan=0.0)
     torch.testing.assert_close(weights, expected)
     assert hidden.all(dim=1).any() and weights.dtype == dtype

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.each import each
-from torch.autograd import gradcheck
+from torch.autograd import Function, gradcheck
 
 from amp_utils.course.notebook import load
 
@@ -25,83 +25,97 @@ def doubles(*shapes):
 
 def test_the_products_have_the_right_formula(lesson):
     inputs = doubles((3, 2), (2, 4))
-    for product in (lesson.Product, lesson.AmpProduct, lesson.LeanProduct):
-        assert gradcheck(product.apply, inputs)
+    for product in (lesson.Product.apply, lesson.AmpProduct.apply, lesson.lean_product):
+        assert gradcheck(product, inputs)
     assert not gradcheck(lesson.Doubled.apply, inputs, raise_exception=False)
 
 
 def test_a_product_that_cannot_train_passes_gradcheck_with_its_forward_in_a_region(lesson):
-    in_region = torch.autocast("cpu", dtype=lesson.low)(lesson.Product.apply)
-    assert gradcheck(in_region, doubles((3, 3), (3, 3)))
+    assert lesson.checked(lesson.in_region) == "passes"
     floats = [tensor.detach().float().requires_grad_() for tensor in doubles((3, 3), (3, 3))]
     with pytest.raises(RuntimeError, match="same dtype"):
-        in_region(*floats).float().sum().backward()
+        lesson.in_region(*floats).float().sum().backward()
 
 
-def test_only_what_is_decorated_for_the_tensors_device_survives_autocast(lesson):
+def test_only_what_is_decorated_for_the_tensors_device_or_cast_outside_survives_autocast(lesson):
     for product in (lesson.Product, lesson.ElsewhereProduct):
-        assert lesson.error_under_autocast(product.apply) == float("inf")
-    for product in (lesson.AmpProduct, lesson.LeanProduct):
-        assert 0 < lesson.error_under_autocast(product.apply) < 4 * torch.finfo(lesson.low).eps
-        ours, torchs = lesson.gradients(product.apply), lesson.gradients(torch.matmul)
-        assert lesson.distance(ours, torchs) < 1e-3
+        with pytest.raises(RuntimeError, match="same dtype"):
+            lesson.gradients(product.apply)
+    exact = lesson.gradients(torch.matmul, enabled=False)
+    for product in (lesson.AmpProduct.apply, lesson.lean_product):
+        ours = lesson.gradients(product)
+        assert 0 < lesson.distance(ours, exact) < 4 * torch.finfo(lesson.low).eps
+        assert lesson.distance(ours, lesson.gradients(torch.matmul)) < 1e-3
 
 
 def test_a_decorated_product_costs_memory_for_a_float32_activation_only(lesson):
     x = torch.randn(128, 16)
     for activation, sizes in ((x, [4608, 8192, 4608]), (x.to(lesson.low), [4608, 4096, 4608])):
         activation.requires_grad_()
-        functions = torch.matmul, lesson.AmpProduct.apply, lesson.LeanProduct.apply
+        functions = torch.matmul, lesson.AmpProduct.apply, lesson.lean_product
         assert [lesson.kept(f, activation, lesson.b) for f in functions] == sizes
 
 
-def test_a_decorated_setup_context_stands_in_for_a_forward_without_ctx(lesson):
-    ours, torchs = lesson.gradients(lesson.ApartProduct.apply), lesson.gradients(torch.matmul)
-    assert lesson.distance(ours, torchs) < 1e-3
-
-
-def test_backward_inside_the_region_hides_what_the_lesson_shows(lesson):
-    with torch.autocast("cpu", dtype=lesson.low):
-        output = lesson.Product.apply(lesson.a, lesson.b)
-        inside = torch.autograd.grad(output.float().square().sum(), (lesson.a, lesson.b))
-    assert lesson.distance(inside, lesson.gradients(torch.matmul)) < 0.02
-
-
 @pytest.mark.full
-def test_a_decorated_function_compiles(lesson):
-    compiled = torch.compile(lesson.AmpProduct.apply, backend="aot_eager", fullgraph=True)
-    eager = lesson.gradients(lesson.AmpProduct.apply)
-    assert lesson.distance(lesson.gradients(compiled), eager) < 1e-3
+@each("name", ["AmpProduct", "lean_product"])
+def test_a_product_compiles(lesson, name):
+    function = getattr(lesson, name)
+    function = getattr(function, "apply", function)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert lesson.distance(lesson.gradients(compiled), lesson.gradients(function)) < 1e-3
 
 
-@each("function", ["LeanProduct", "Linear"])
-def test_a_lean_function_refuses_a_second_derivative(lesson, function):
-    shapes = [(4, 4)] * 2 + [(4,)] * (function == "Linear")
-    inputs = [torch.ones(shape) for shape in shapes]
+class Unmarked(Function):
+    """SumOfSquares without once_differentiable."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x * x).sum()
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        return gradient * 2 * ctx.saved_tensors[0]
+
+
+def gradient_of_gradient(function, x):
+    with torch.autocast("cpu", dtype=torch.float16):
+        value = function(x)
+    (first,) = torch.autograd.grad(value.square(), x, create_graph=True)
+    x.grad = None
+    first.float().sum().backward()
+    return x.grad
+
+
+def test_a_cast_inside_forward_loses_part_of_a_second_derivative_which_the_mark_refuses(lesson):
+    x = torch.tensor([1.0, 2.0], dtype=torch.float16, requires_grad=True)
+    right = gradient_of_gradient(lambda x: x.float().square().sum(), x)
+    assert right.tolist() == [44, 68]
+    assert gradient_of_gradient(Unmarked.apply, x).tolist() == [24, 48]
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        lesson.second_derivative(getattr(lesson, function).apply, inputs)
+        gradient_of_gradient(lesson.SumOfSquares.apply, x)
 
 
-def test_a_copy_made_in_forward_loses_part_of_a_second_derivative_without_an_error(lesson):
-    inputs = lesson.a, lesson.b
-    right = lesson.second_derivative(torch.matmul, inputs, enabled=False)
-    kept, lost = (
-        lesson.distance(lesson.second_derivative(product.apply, inputs), right)
-        for product in (lesson.AmpProduct, lesson.UnmarkedProduct)
-    )
-    assert kept < 0.05 < 0.2 < lost
+def test_a_cast_outside_keeps_the_second_derivative(lesson):
+    def second(function, enabled):
+        with torch.autocast("cpu", dtype=lesson.low, enabled=enabled):
+            output = function(lesson.a, lesson.b)
+        mean = output.float().square().mean()
+        (first,) = torch.autograd.grad(mean, lesson.a, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [lesson.b])
+
+    assert lesson.distance(second(lesson.lean_product, True), second(torch.matmul, False)) < 0.05
 
 
-@each("dtype", LOW.values())
-def test_the_linear_function_follows_the_region(lesson, dtype):
-    with torch.autocast("cpu", dtype=dtype):
-        output = lesson.Linear.apply(*[torch.ones(s) for s in ((4, 4), (4, 4), (4,))])
-    assert output.dtype == dtype
-
-
-def test_of_the_fallbacks_only_both_together_run(lesson):
+def test_an_imported_product_needs_autocast_off_and_float(lesson):
     mixed = lesson.a.detach().to(lesson.low).requires_grad_(), lesson.b
-    for half_done in (lesson.only_float, lesson.only_off):
+
+    def only_float(x, y):
+        return lesson.Product.apply(x.float(), y.float())
+
+    for half_done in (only_float, torch.autocast("cpu", enabled=False)(lesson.Product.apply)):
         with pytest.raises(RuntimeError):
             lesson.gradients(half_done, mixed)
     wide = mixed[0].detach().float(), lesson.b.detach()
@@ -109,24 +123,25 @@ def test_of_the_fallbacks_only_both_together_run(lesson):
     torch.testing.assert_close(ours[1], wide[0].T @ (2 * wide[0] @ wide[1]))
 
 
-def test_length_is_torchs_norm_in_float32_inside_a_region_only(lesson):
+def test_the_sum_of_squares_is_float32_inside_a_region_only(lesson):
     vector = torch.linspace(100, 300, 16).half().requires_grad_()
     with torch.autocast("cpu", dtype=torch.float16):
-        length = lesson.Length.apply(vector)
-    length.backward()
-    wide = vector.detach().float().requires_grad_()
-    wide.norm().backward()
-    torch.testing.assert_close(length, wide.norm())
-    torch.testing.assert_close(vector.grad.float(), wide.grad, rtol=1e-3, atol=0)
-    assert lesson.Length.apply(vector).isinf()
+        total = lesson.SumOfSquares.apply(vector)
+    total.backward()
+    torch.testing.assert_close(total, vector.detach().float().square().sum())
+    assert vector.grad.equal(2 * vector.detach())
+    assert lesson.SumOfSquares.apply(vector).isinf()
 
 
-def test_the_linear_function_is_torchs_and_as_lean(lesson):
+@each("dtype", LOW.values())
+def test_the_linear_function_is_torchs_as_lean_and_follows_the_region(lesson, dtype):
     inputs = doubles((7, 3), (2, 3), (2,))
-    torch.testing.assert_close(lesson.Linear.apply(*inputs), F.linear(*inputs))
-    assert gradcheck(lesson.Linear.apply, inputs)
+    torch.testing.assert_close(lesson.linear(*inputs), F.linear(*inputs))
+    assert gradcheck(lesson.linear, inputs)
     floats = [t.detach().float().requires_grad_() for t in inputs]
-    assert lesson.kept(lesson.Linear.apply, *floats) == lesson.kept(F.linear, *floats)
+    assert lesson.kept(lesson.linear, *floats) == lesson.kept(F.linear, *floats)
+    with torch.autocast("cpu", dtype=dtype):
+        assert lesson.linear(*floats).dtype == dtype
 
 
 @each("size", [1.0, 100.0, 10_000.0])
