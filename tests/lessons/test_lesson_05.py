@@ -18,7 +18,7 @@ def lesson():
 
 def test_output_gradients_are_those_of_autograd(lesson):
     model = lesson.new_skin(0)
-    got = lesson.output_gradients(model)
+    got = lesson.output_gradients(model, torch.float32, 1)
     hidden = model[:-1](XY).detach().requires_grad_()
     loss = torch.nn.functional.mse_loss(1e-3 * model[-1](hidden), 1e-3 * SHAPE)
     (expected,) = torch.autograd.grad(loss, hidden)
@@ -26,9 +26,13 @@ def test_output_gradients_are_those_of_autograd(lesson):
     assert [g.shape for g in got] == [(256, 32)] * 4 + [(256, 1)]
 
 
-def test_distance_is_the_relative_length_of_the_difference(lesson):
-    a, b = ([torch.tensor([3.0]), torch.tensor([[end]])] for end in (4.0, 0.0))
-    assert lesson.distance(b, a) == pytest.approx(0.8)
+def test_gradients_are_fp16_and_those_of_the_weights_were(lesson):
+    model = lesson.new_skin(0)
+    got = lesson.output_gradients(model, torch.float16, 2**16)
+    assert {g.dtype for g in got} == {torch.float16}
+    for parameter in model.parameters():
+        assert parameter.grad.dtype == torch.float32
+        assert torch.equal(parameter.grad, parameter.grad.half().float())
 
 
 @each("seed", range(2))

@@ -51,23 +51,16 @@ def test_training_learns_and_survives_an_overflow(lesson):
 
 
 def test_who_is_called_and_who_is_warned(lesson):
-    assert lesson.adam_steps(3.0) == (1, 1, pytest.approx(1.5), [])
-    calls, counted, weight, warnings = lesson.adam_steps(math.inf)
-    assert (calls, counted, weight, len(warnings)) == (0, 0, 2.0, 1)
-    assert lesson.adam_steps(math.inf, fused=True) == (1, 0, 2.0, [])
+    assert lesson.adam_step(3.0) == (1, pytest.approx(1.5), [])
+    calls, weight, warnings = lesson.adam_step(math.inf)
+    assert (calls, weight, len(warnings)) == (0, 2.0, 1)
+    assert lesson.adam_step(3.0, fused=True) == (1, pytest.approx(1.5), [])
+    assert lesson.adam_step(math.inf, fused=True) == (1, 2.0, [])
 
 
 def test_one_scaler_finds_its_scale_a_new_one_each_step_never_does(lesson):
     skipped = [lesson.skipped_of(20, fresh=False), lesson.skipped_of(20, fresh=True)]
     assert skipped == [10, 20]
-    saved = lesson.begin(64.0)[2].state_dict()
-    assert lesson.skipped_of(20, fresh=False, state=saved) == 0
-
-
-@each("fused", [False, True])
-def test_adam_counts_the_steps_that_it_made(lesson, fused):
-    calls, counted, weight, _ = lesson.adam_steps(3.0, math.inf, 3.0, math.nan, 3.0, fused=fused)
-    assert (calls, counted, weight) == (5 if fused else 3, 3, pytest.approx(0.5))
 
 
 def test_the_alarm_hears_a_scale_that_sinks_one_skip_at_a_time(lesson):
