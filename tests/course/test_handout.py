@@ -257,9 +257,12 @@ def test_solutions_are_folded_and_outputs_can_be_scrolled_with_the_keyboard(buil
         page = BeautifulSoup(
             (built / "pages" / f"{path.stem}.html").read_text("utf-8"), "html.parser"
         )
-        solutions = [cell for cell in nbformat.read(path, 4).cells if has(cell, "solution")]
+        cells = nbformat.read(path, 4).cells
+        solutions = [cell for cell in cells if has(cell, "solution")]
         folded = page("details", {"class": "solution", "open": False})
         assert len(folded) == len(page(class_="celltag_solution")) == len(solutions) > 0, path.name
+        hidden = [c for c in cells if c.metadata.get("jupyter", {}).get("source_hidden")]
+        assert len(page.select("details .input")) == len(hidden), path.name
         checks = page(class_="celltag_check")
         assert all(cell.find("details").summary.string == "The check" for cell in checks)
         assert all(not cell.select("details .output") for cell in checks), "a verdict is shown"

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.each import each
 from torch import nn
 
@@ -34,22 +35,23 @@ def dtypes(rows):
     return [(row.op, row.ran_in, row.output) for row in rows]
 
 
+@each("name", ["my_autocast", "my_cached_autocast"])
 @each("dtype", [torch.bfloat16, torch.float16])
-def test_my_autocast_is_torchs_on_the_cpu_to_the_last_bit(lesson, block, dtype):
-    model, tokens = block
+def test_my_autocast_is_torchs_on_the_cpu_to_the_last_bit(lesson, block, dtype, name):
+    (model, tokens), region = block, getattr(lesson, name)
     with torch.autocast("cpu", dtype=dtype), ledger.record() as theirs:
         logits = model(tokens)
-    with lesson.my_autocast("cpu", dtype), ledger.record() as mine:
+    with region("cpu", dtype), ledger.record() as mine:
         own = model(tokens)
     assert torch.equal(own, logits)
     assert dtypes(mine) == dtypes(theirs)
 
-    def losses(region):
+    def losses(around):
         torch.manual_seed(1)
-        return lesson.train(lesson.Block(), tokens, tokens.flatten(), region)
+        return lesson.train(lesson.Block(), tokens, tokens.flatten(), around)
 
     torchs = losses(torch.autocast("cpu", dtype=dtype))
-    assert losses(lesson.my_autocast("cpu", dtype)) == torchs and len({*torchs}) == 5
+    assert losses(region("cpu", dtype)) == torchs and len({*torchs}) == 5
 
 
 def test_my_autocast_is_torchs_under_the_rules_of_cuda(lesson, block):
@@ -59,28 +61,30 @@ def test_my_autocast_is_torchs_under_the_rules_of_cuda(lesson, block):
     )
 
 
-def test_my_autocast_nests_and_spares_what_no_rule_names(lesson):
-    x, double, layer = torch.ones(2, 2), torch.ones(2, 2).double(), nn.Linear(2, 2)
-    with lesson.my_autocast("cpu", torch.float16):
+@each("name", ["my_autocast", "my_cached_autocast"])
+def test_my_autocast_nests_and_spares_what_no_rule_names(lesson, name):
+    mine, x, double = getattr(lesson, name), torch.ones(2, 2), torch.ones(2, 2).double()
+    with mine("cpu", torch.float16):
         assert (x @ x).dtype == torch.float16 and (x + x).dtype == torch.float32
+        assert F.linear(input=x, weight=x).dtype == torch.float16
         assert (double @ double).dtype == torch.float64
-        with lesson.my_autocast("cpu", enabled=False):
+        with mine("cpu", enabled=False):
             assert (x @ x).dtype == torch.float32
-        with lesson.my_autocast("cpu", torch.bfloat16):
+        with mine("cpu", torch.bfloat16):
             assert (x @ x).dtype == torch.bfloat16
-        with torch.no_grad():
-            layer(x)
-        layer(x).sum().backward()  # a copy made under no_grad leads back to the weight
-    assert layer.weight.grad is not None and (x @ x).dtype == torch.float32
+    assert (x @ x).dtype == torch.float32
 
 
-def test_my_autocast_casts_a_weight_once_in_a_region_and_anew_in_the_next(lesson):
+def test_my_cached_autocast_casts_a_weight_once_in_a_region_and_anew_in_the_next(lesson):
     torch.manual_seed(0)
-    x, layer, region = torch.randn(2, 4), nn.Linear(4, 4), lesson.my_autocast("cpu")
+    x, layer, region = torch.randn(2, 4), nn.Linear(4, 4), lesson.my_cached_autocast("cpu")
     with region:
-        before = layer(x)
+        with torch.no_grad():
+            before = layer(x)
         layer.weight.data.zero_()
         assert torch.equal(layer(x), before)
+        layer(x).sum().backward()  # a copy made under no_grad leads back to the weight
+    assert layer.weight.grad is not None
     with region:
         assert not torch.equal(layer(x), before)
 

@@ -97,6 +97,23 @@ def test_an_update_between_steps_is_wrong_once_the_scale_differs(lesson, bad, ph
     assert lesson.gradients_of(weights)[1] == (-4 if bad and not phases else -2)
 
 
+@each(
+    "growth_interval, unscaled, used", [(2000, False, -2), (1, False, -1), (2000, True, -2 / 1024)]
+)
+def test_an_early_update_may_grow_the_scale_and_forgets_what_was_unscaled(
+    lesson, growth_interval, unscaled, used
+):
+    weights, optimizers, scaler = lesson.pair()
+    scaler.set_growth_interval(growth_interval)
+    scaler.scale(sum(lesson.losses_of(weights))).backward()
+    if unscaled:
+        scaler.unscale_(optimizers[1])
+    scaler.step(optimizers[0])
+    scaler.update()
+    scaler.step(optimizers[1])
+    assert lesson.gradients_of(weights)[1] == used
+
+
 @each("kind", [torch.amp.GradScaler, LossScaler])
 @each("bad", [(), (0,), (1,), (0, 1)])
 def test_step_together_is_all_or_none(lesson, kind, bad):

@@ -3,7 +3,6 @@
 import multiprocessing
 import struct
 import tarfile
-import threading
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -96,26 +95,25 @@ def test_sharded_by_worker_every_picture_comes_once_and_unsharded_once_a_worker(
     assert lesson.times_seen(lesson.TarDataset(shards), **FORK) == Counter(names * 2)
 
 
-@pytest.mark.parametrize("options", [{}, FORK, FORK | {"persistent_workers": True}])
+@pytest.mark.parametrize("options", [{}, FORK])
 def test_shuffled_shards_come_once_each_in_an_order_of_their_own_each_epoch(
     lesson, shards, options
 ):
-    generator = torch.Generator().manual_seed(0)
     dataset = lesson.ShuffledTarDataset(shards)
-    loader = DataLoader(dataset, batch_size=None, generator=generator, **options)
-    epochs = [tuple(name for _, _, name in loader) for _ in range(8)]
+    loader, epochs = DataLoader(dataset, batch_size=None, **options), []
+    for dataset.epoch in range(8):
+        epochs.append(tuple(name for _, _, name in loader))
     assert all(len(set(epoch)) == len(epoch) == 12 for epoch in epochs)
     assert len(set(epochs)) > 1
     assert [str(path) for path in dataset.paths] == sorted(map(str, shards))  # not shuffled itself
 
 
-def test_reseeded_workers_differ_from_each_other_and_from_epoch_to_epoch(lesson):
-    def own(**options) -> list[float]:
-        loader = DataLoader(lesson.Dice(), batch_size=None, **FORK, **options)
-        return [item[3] for _ in range(2) for item in loader]
-
-    assert len(set(own(worker_init_fn=lesson.reseed))) == 4
-    assert len(set(own())) == 1  # what reseed cures
+def test_persistent_workers_never_hear_of_a_later_epoch(lesson, shards):
+    dataset = lesson.ShuffledTarDataset(shards)
+    loader, epochs = DataLoader(dataset, None, persistent_workers=True, **FORK), set()
+    for dataset.epoch in range(8):
+        epochs.add(tuple(name for _, _, name in loader))
+    assert len(epochs) == 1
 
 
 def test_an_epoch_and_half_of_one_leave_no_worker(lesson, folder):
@@ -134,70 +132,15 @@ def test_to_device_maps_bytes_to_floats_between_minus_one_and_one(lesson):
     np.testing.assert_allclose(inputs.numpy().ravel(), np.linspace(-1, 1, 256), atol=1e-6)
 
 
-def test_ahead_gives_every_batch_in_order_and_fetches_the_next_one_only(lesson):
-    begun, held = ([threading.Event() for _ in range(6)] for _ in range(2))
-
-    def source():
-        for i in range(4):
-            begun[i].set()
-            assert i == 0 or held[i - 1].wait(10)
-            yield i
-
-    got = []
-    for i in lesson.ahead(source()):
-        held[i].set()
-        assert i == 3 or begun[i + 1].wait(10)
-        assert not begun[i + 2].wait(0.05)
-        got.append(i)
-    assert got == [0, 1, 2, 3] and list(lesson.ahead([])) == []
-
-
-def test_ahead_passes_an_error_on_and_leaves_no_thread(lesson):
-    def source():
-        yield 1
-        raise OSError("the disk is gone")
-
-    before, stream = threading.active_count(), lesson.ahead(source())
-    assert next(stream) == 1
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(stream)
-    early = lesson.ahead(range(9))
-    next(early)
-    early.close()
-    assert threading.active_count() == before
-
-
-def test_a_cache_in_shared_memory_is_filled_by_one_epoch_and_read_by_the_next(lesson, folder):
-    read = torch.zeros(12, dtype=torch.int64).share_memory_()
-
-    class Counted(lesson.FolderDataset):
-        def __getitem__(self, index):
-            read[index] += 1
-            return super().__getitem__(index)
-
-    cached, plain = lesson.Cached(Counted(folder)), lesson.FolderDataset(folder)
-    for _ in range(3):
-        found = list(DataLoader(cached, batch_size=None, **FORK))
-        assert [label for _, label in found] == [label for _, label in plain]
-        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(found, plain, strict=True))
-        found[5][0].zero_()  # what a reader does to its picture stays its own
-    assert (read == 1).all()
-
-
 def test_clocks_tell_waiting_from_computing(lesson, monkeypatch):
     now = iter([10.0, 12.0, 13.0, 17.0, 18.5, 18.5])  # came, done, came, done, came, done
     monkeypatch.setattr(lesson.time, "perf_counter", lambda: next(now))
     assert lesson.clocks("abc", lambda items: None) == {"computing": 2000.0, "waiting": 1250.0}
 
 
-def test_clocks_in_turn_takes_turns_and_keeps_the_median_round(lesson, monkeypatch):
-    asked, times = [], iter([5.0, 9.0, 4.0, 8.0, 6.0, 7.0])
-
-    def clocks(batches, step):
-        asked.append(batches)
-        return {"computing": next(times), "waiting": 1.0}
-
-    monkeypatch.setattr(lesson, "clocks", clocks)
-    kept = lesson.clocks_in_turn({"a": ("A", None), "b": ("B", None)}, rounds=3)
-    assert asked == ["A", "B"] * 3
-    assert [t["computing"] for t in kept.values()] == [5.0, 8.0]
+def test_fastest_keeps_the_epoch_with_the_smallest_sum(lesson, monkeypatch):
+    times = iter([(5.0, 3.0), (1.0, 6.0), (4.0, 4.0)])
+    monkeypatch.setattr(
+        lesson, "clocks", lambda *_: dict(zip(("computing", "waiting"), next(times), strict=True))
+    )
+    assert lesson.fastest(None, None) == {"computing": 1.0, "waiting": 6.0}

@@ -48,7 +48,6 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
         "images": 16,
         "shards": 2,
         "workers": 3,
-        "epochs": 4,
         "seed": 1,
     },
 }

@@ -290,19 +290,30 @@ def links_lead_somewhere(nb, path):
 @rule
 def code_cells_are_short(nb, path):
     lengths = {
-        i: len(cell.source.splitlines()) - ("record" in tags(cell))
+        i: len(cell.source.splitlines())
         for i, cell in code(nb)
         if not {"guess", "patient"} & tags(cell)  # a patient has a limit of its own
     }
     complaints = [
         f"Cell {i}: {n} lines; no cell has more than 30." for i, n in lengths.items() if n > 30
     ]
-    middle = median(lengths.values())
+    middle = median(n for i, n in lengths.items() if not outline.FOLDED & tags(nb.cells[i]))
     return (
         complaints
         if middle <= 8
-        else [*complaints, f"The median code cell has {middle} lines, more than 8."]
+        else [*complaints, f"The median open code cell has {middle} lines, more than 8."]
     )
+
+
+@rule
+def bookkeeping_is_folded(nb, path):
+    """JupyterLab shows the first line of a folded cell, so that line says what it is."""
+    return [
+        f"Cell {i}: it records; tag it `record`, and begin it with a comment."
+        for i, cell in code(nb)
+        if re.search(r"^lesson\.record\(", cell.source, re.M)
+        and not ("record" in tags(cell) and cell.source.startswith("# "))
+    ]
 
 
 @rule
