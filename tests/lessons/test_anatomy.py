@@ -216,6 +216,12 @@ FAULTS = {
             if "outputs" in cell and "guess" not in cell.metadata.tags
         ],
     ],
+    "bookkeeping_is_folded": [
+        replace(6, "print(1 + 1)", "lesson.record(two=1 + 1)"),
+        lambda nb: nb.cells[6].update(
+            source="lesson.record(two=1 + 1)", metadata={"tags": ["record"]}
+        ),
+    ],
     "words_are_enough_and_not_too_many": [
         replace(3, "word ", ""),
         replace(3, "word ", "word " * 2),

@@ -45,20 +45,20 @@ def test_kahan_write_back_keeps_what_rounding_cuts_off(lesson):
 
 
 @each("fmt", [E2M1, E4M3FN])
-def test_tile_round_is_the_instruments(lesson, fmt):
+def test_block_round_is_the_instruments(lesson, fmt):
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).exp()
     x[0], x[1, :32] = 0, fmt.max
-    assert torch.equal(lesson.tile_round(x, fmt, 32, True), round_scaled(x, fmt, "e8m0", 32))
-    for tile in (16, 64):
-        right = round_scaled(x, fmt, "fp32", tile)
-        torch.testing.assert_close(lesson.tile_round(x, fmt, tile), right, rtol=1e-6, atol=0)
+    assert torch.equal(lesson.block_round(x, fmt, 32, True), round_scaled(x, fmt, "e8m0", 32))
+    for block in (16, 64):
+        right = round_scaled(x, fmt, "fp32", block)
+        torch.testing.assert_close(lesson.block_round(x, fmt, block), right, rtol=1e-6, atol=0)
 
 
 @each("exponent", range(-149, 128))
 def test_the_scale_of_a_power_of_two_is_exact(lesson, exponent):
     x = torch.tensor([[2.0**exponent, 0.0]])
     for fmt in (E2M1, E4M3FN):
-        assert torch.equal(lesson.tile_round(x, fmt, 2, True), x)
+        assert torch.equal(lesson.block_round(x, fmt, 2, True), x)
 
 
 def test_choose_takes_what_fits_then_what_is_fastest_then_what_needs_no_scaler(lesson):
@@ -74,7 +74,7 @@ def test_choose_takes_what_fits_then_what_is_fastest_then_what_needs_no_scaler(l
 
 def test_without_rounding_the_three_products_are_torchs(lesson):
     x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-    plain = lesson.Rung(result=lesson.same)
+    plain = lesson.Rung()
     ours = torch.autograd.grad(lesson.Rounded.apply(x, weight, plain).sin().sum(), (x, weight))
     theirs = torch.autograd.grad((x @ weight.T).sin().sum(), (x, weight))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
@@ -98,26 +98,26 @@ def test_emulated_16_bits_are_autocasts_forward_and_backward(lesson):
 
 def test_blocks_lie_along_the_dimension_that_is_summed(lesson):
     seen = []
-    rung = lesson.Rung(lambda t: seen.append(t.shape) or t, result=lesson.same)
+    rung = lesson.Rung(lambda t: seen.append(t.shape) or t)
     x, weight = torch.ones(4, 32, requires_grad=True), torch.ones(8, 32, requires_grad=True)
     lesson.Rounded.apply(x, weight, rung).sum().backward()
     assert seen == [(4, 32), (8, 32), (4, 8), (32, 8), (8, 4), (32, 4)]
 
 
 def test_each_kind_of_weights_trains_and_fp64_agrees_with_fp32(lesson):
-    plain = lesson.Rung(result=lesson.same)
-    double = lesson.Rung(result=lesson.same, stored=torch.float64)
-    pure = lesson.Rung(lesson.bf16, stored=torch.bfloat16, write=lesson.kahan)
+    plain = lesson.Rung()
+    double = lesson.Rung(stored=torch.float64)
+    pure = lesson.Rung(lesson.bf16, lesson.bf16, stored=torch.bfloat16, write=lesson.kahan)
     share, wide, narrow = (lesson.test(lesson.train(r, 0), r) for r in (plain, double, pure))
     assert share == pytest.approx(wide, rel=1e-3) and share < 50
     assert narrow == pytest.approx(share, rel=0.2)
 
 
 def test_the_error_is_that_of_the_points_left_out_and_of_the_rung(lesson):
-    plain = lesson.Rung(result=lesson.same)
+    plain = lesson.Rung()
     weights = lesson.train(plain, 0)
     seen = set()
-    double = lesson.Rung(lambda t: seen.add(t.dtype) or t, lesson.same, stored=torch.float64)
+    double = lesson.Rung(lambda t: seen.add(t.dtype) or t, stored=torch.float64)
     assert lesson.test(weights, double) == pytest.approx(lesson.test(weights, plain), rel=1e-4)
     assert seen == {torch.float64}
     assert lesson.test(weights, lesson.Rung(E2M1.round)) > 1.5 * lesson.test(weights, plain)
@@ -129,7 +129,7 @@ def test_the_error_is_that_of_the_points_left_out_and_of_the_rung(lesson):
 
 def test_torchs_own_fp8_product_keeps_a_row_of_zeros_and_the_scales_of_tiny_rows(lesson):
     a, b = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(2))
-    rounded = [lesson.tile_round(t, E4M3FN, 32) for t in (a, b)]
+    rounded = [lesson.block_round(t, E4M3FN, 32) for t in (a, b)]
     whole = rounded[0] @ rounded[1].T
     powers = torch.tensor([1.0, 0.0, 2.0**-30, 2.0**30]).repeat(8)[:, None]
     product = lesson.torch_fp8(powers * a, b).float()
@@ -137,24 +137,11 @@ def test_torchs_own_fp8_product_keeps_a_row_of_zeros_and_the_scales_of_tiny_rows
     assert (apart <= powers * BF16.ulp(whole.abs().max().item())).all()
 
 
-def test_torchaos_filter_takes_wide_layers_but_the_last(lesson):
-    wide, narrow = (torch.nn.Linear(n, 4096, device="meta") for n in (4096, 4095))
-    assert lesson.wide_layers(wide, "layers.0.up")
-    uneven = torch.nn.Linear(4112, 4096, device="meta")  # no whole number of MX's blocks of 32
-    assert not lesson.wide_layers(wide, "output") and not lesson.wide_layers(wide, "model.output")
-    assert not lesson.wide_layers(torch.nn.Sequential(wide), "")  # quantize_ asks for it too
-    assert not lesson.wide_layers(narrow, "layers.0.up")
-    assert not lesson.wide_layers(uneven, "layers.0.up")
-
-
-def test_watching_a_training_changes_nothing_and_counts_what_rounds_to_zero(lesson):
-    rung = lesson.Rung(E4M3FN.round)
-    path, zero = lesson.watch(rung)
-    assert path[-1] == lesson.test(lesson.train(rung, 0), rung) and len(path) == 60
-    assert len(zero) == 3 * 60
-    first, last = (torch.cat(part).double().mean() for part in (zero[:30], zero[-30:]))
+def test_counting_zeros_finds_every_gradient_that_rounds_to_zero(lesson):
+    plain = lesson.zeros(lesson.Rung())
+    assert len(plain) == 4 * 60 and not torch.cat(plain).any()
+    found = lesson.zeros(lesson.Rung(E4M3FN.round, lesson.bf16))
+    first, last = (torch.cat(part).double().mean() for part in (found[:40], found[-40:]))
     assert 0 < first < last
-    _, lifted = lesson.watch(lesson.Rung(E4M3FN.round, loss_scale=1024.0))
-    assert torch.cat(lifted[-30:]).double().mean() < last / 4
-    plain, none = lesson.watch(lesson.Rung(result=lesson.same))
-    assert plain[-1] < path[-1] and not torch.cat(none).any()
+    lifted = lesson.zeros(lesson.Rung(E4M3FN.round, lesson.bf16, loss_scale=1024.0))
+    assert torch.cat(lifted[-40:]).double().mean() < last / 4

@@ -306,6 +306,17 @@ def code_cells_are_short(nb, path):
 
 
 @rule
+def bookkeeping_is_folded(nb, path):
+    """JupyterLab shows the first line of a folded cell, so that line says what it is."""
+    return [
+        f"Cell {i}: it records; tag it `record`, and begin it with a comment."
+        for i, cell in code(nb)
+        if re.search(r"^lesson\.record\(", cell.source, re.M)
+        and not ("record" in tags(cell) and cell.source.startswith("# "))
+    ]
+
+
+@rule
 def words_are_enough_and_not_too_many(nb, path):
     free = {"navigation", "course-map", "entrances", "glossary", "patient"}  # they grow
     words = sum(len(cell.source.split()) for _, cell in prose(nb) if not free & tags(cell))
