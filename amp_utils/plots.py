@@ -210,13 +210,10 @@ def scale_history(
     *,
     title: str,
     alt: str,
-    ylabel: str = "error (share of variance)",
-    log: bool = True,
 ) -> None:
     """The loss scale used at each step, on a power-of-two axis; a cross marks a skipped step.
 
-    Beneath it, on the same steps, the `errors` of the given runs, whose axis says `ylabel` and is
-    logarithmic unless `log` is off.
+    Beneath it, on the same steps, the `errors` of the given runs on a logarithmic axis.
     """
     with _drawing(alt, (7, 5.2), 2, sharex=True) as (above, below):
         steps = range(1, len(scales) + 1)
@@ -233,7 +230,7 @@ def scale_history(
         for i, (label, values) in enumerate(errors.items()):
             look = {"color": "#777777" if i else BLACK, "linestyle": LINES[i % 6], "label": label}
             below.plot(range(1, len(values) + 1), values, **look)
-        below.set(xlabel="step", ylabel=ylabel, yscale="log" if log else "linear")
+        below.set(xlabel="step", ylabel="error (share of variance)", yscale="log")
         _label_ends(below)
 
 
