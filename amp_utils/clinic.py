@@ -13,7 +13,7 @@ import tomllib
 import warnings
 from bisect import bisect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -34,6 +34,7 @@ Loop = Callable[[nn.Module, Batches], Iterable[float]]
 PATIENTS = tomllib.loads(Path(__file__).with_name("clinic.toml").read_text("utf-8"))
 NARROW = (torch.float16, torch.bfloat16)
 THAN = {"<": "below ", ">": "above ", "<=": "at most ", "==": "", "!=": "other than "}
+OLD = "before, float32"  # a row of the signs after a repair
 HIGH = 2.0**24  # a first loss scale from which every scaler has to come down
 WORDS = {  # what a verdict calls the measured things
     "distance": "the distance from float32's weights, as a share of their way,",
@@ -41,7 +42,7 @@ WORDS = {  # what a verdict calls the measured things
     "narrow": "the share of the layers' outputs in 16 bits",
     "learned": "the mean of the last three losses, as a share of the first,",
     "dtypes": "the set of the weights' dtypes",
-    "casts": "the number of casts of weights",
+    "casts": "the number of casts of weights by autocast",
     "needless": "the number of searches for inf in gradients that bf16 made",
     "formats": "the number of 16-bit formats that the layers' outputs have",
     "graphed": "the number of layers' outputs with a graph for backward",
@@ -64,7 +65,8 @@ class Chart:
     raised: str = ""
     rates: list[float] = field(default_factory=list)  # learning rate of every step taken
     outputs: list[str] = field(default_factory=list)  # dtypes of what linear layers returned
-    casts: int | None = 0  # of weights to 16 bits; None where they were not counted
+    kept: set[str] = field(default_factory=set)  # dtypes of the weights of linear layers that ran
+    casts: int | None = 0  # of weights, by autocast; None where they were not counted
     checks: int = 0  # of all gradients for inf and NaN
     blind: int = 0  # steps taken with gradients that are inf or NaN
     backwards: int = 0
@@ -125,13 +127,36 @@ class Chart:
 class _Counts(TorchDispatchMode):
     def __init__(self, chart: Chart, net: nn.Module) -> None:
         super().__init__()
-        self.chart, self.net = chart, net
+        self.chart, self.net, self.by_hand = chart, net, False
+
+    @contextmanager
+    def tell_apart(self) -> Iterator[None]:
+        """In this block it knows the casts that a loop writes out from those of autocast."""
+
+        def aside(method: Callable) -> Callable:
+            def convert(*args, **kwargs):
+                before, self.by_hand = self.by_hand, True
+                try:
+                    return method(*args, **kwargs)
+                finally:
+                    self.by_hand = before
+
+            return convert
+
+        with ExitStack() as stack:
+            for name in ("to", "half", "bfloat16", "type"):
+                own = aside(getattr(Tensor, name))
+                stack.enter_context(mock.patch.object(Tensor, name, own))
+            yield
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name == "_to_copy" and kwargs.get("dtype") in NARROW:
             weights = {p.data_ptr() for p in self.net.parameters()}  # a loop may replace some
-            self.chart.casts += args[0].data_ptr() in weights
+            in_region = torch.autocast_increment_nesting() > 1
+            torch.autocast_decrement_nesting()
+            asked = in_region and not self.by_hand
+            self.chart.casts += asked and args[0].data_ptr() in weights
         self.chart.checks += name == "_amp_foreach_non_finite_check_and_unscale_"
         return func(*args, **kwargs)
 
@@ -152,6 +177,7 @@ def observe(loop: Loop, net: nn.Module, batches: Batches, counting: bool = True)
     def returned(layer, _, output) -> None:
         if isinstance(layer, nn.Linear) and not torch.compiler.is_compiling():
             chart.outputs.append(str(output.dtype)[6:])
+            chart.kept.add(str(layer.weight.dtype)[6:])
             chart.graphed += output.requires_grad
 
     with ExitStack() as stack:
@@ -162,8 +188,11 @@ def observe(loop: Loop, net: nn.Module, batches: Batches, counting: bool = True)
         stack.callback(register_optimizer_step_post_hook(stepped).remove)
         stack.callback(register_module_forward_hook(returned).remove)
         try:
-            with _Counts(chart, net) if counting else nullcontext():
-                chart.losses.extend(map(float, loop(net, batches)))
+            if counting:
+                counts = _Counts(chart, net)
+                stack.enter_context(counts.tell_apart())
+                stack.enter_context(counts)
+            chart.losses.extend(map(float, loop(net, batches)))
         except NotImplementedError:
             raise
         except Exception as error:  # a patient may raise anything
@@ -289,7 +318,8 @@ class Ward:
     def _show(self, number: int | str, chart: Chart, other: str = "in float32") -> None:
         lost = other != "in float32" and PATIENTS[str(number)].get("astray")
         apart = None if lost else chart.distance(self.meant[number])
-        print(_signs(chart, self.wide[number], apart, other))
+        way = "float32's way" + " on clean data" * ("clean" in PATIENTS[str(number)])
+        print(_signs(chart, self.wide[number], apart, other, way))
 
     def judge(self, number: int | str, loop: Loop, signs: bool = False) -> None:
         """Raises AssertionError, with numbers, for a loop that is not healthy.
@@ -299,7 +329,7 @@ class Ward:
         patient, self.seen = PATIENTS[str(number)], None
         self.seen = chart = self._observe(number, loop)
         if signs:
-            self._show(number, chart, "old, float32")
+            self._show(number, chart, OLD)
         self._judge(number, chart)
         if chart.checks and "float16" in chart.outputs:
             self._strain(number, loop)
@@ -350,7 +380,7 @@ class Ward:
         def run(loop: Loop) -> None:
             lesson.check(lambda: self.judge(number, loop))
             if self.seen:  # not the stub
-                self._show(number, self.seen, "old, float32")
+                self._show(number, self.seen, OLD)
 
         return run
 
@@ -387,28 +417,30 @@ BORDERS = [0.02, 0.125, 0.375, 0.625, 0.875]
 WAYS = ["under 2% of", "under an eighth of", "a quarter of", "half", "three quarters of", "all of"]
 
 
-def _signs(chart: Chart, wide: Chart, distance: float | None, other: str) -> str:
+def _signs(chart: Chart, wide: Chart, distance: float | None, other: str, meant: str) -> str:
     def course(losses: list[float], stopped: bool) -> str:
         shown = [losses[0], losses[len(losses) // 2], losses[-1]] if losses else []
         if stopped:
             return f"{losses[-1]:.2g}, then stopped" if losses else "none"
         return " → ".join(f"{loss:.2g}" for loss in shown) or "none"
 
-    outputs = f"layers' outputs, {chart.casts} casts of weights"
+    outputs, casts = "layers' outputs", f"{chart.casts} of weights"
     if chart.casts is None:
-        outputs = "eager layers' outputs; what is compiled is not counted"
+        outputs, casts = f"eager {outputs}", "not counted where code is compiled"
     way = "no measure: the admitted loop is ill in float32 too"
     if distance is not None and not chart.rates:
         way = "no measure: no step was taken"
     elif distance is not None:  # in coarse words, so that every machine says the same
-        way = f"{WAYS[bisect(BORDERS, distance)]} float32's way"
+        way = f"{WAYS[bisect(BORDERS, distance)]} {meant}"
     rows = {
         "loss": course(chart.losses, bool(chart.raised)),
         other: wide.raised or course(wide.losses, False),
         "steps taken": f"{len(chart.rates)} of {len(wide.rates)}",
         "in 16 bits": f"{chart.narrow:.0%} of the {outputs}",
+        "weights kept in": " and ".join(sorted(chart.kept, reverse=True)),
+        "casts by autocast": casts,
         "off course": "not finite" if distance == math.inf else way,
     }
-    lines = [f"{name:<12} {value}" for name, value in rows.items()]
+    lines = [f"{name:<17}  {value}" for name, value in rows.items()]
     stop = f"stopped at batch {len(chart.losses) + 1}: {chart.raised}"
     return "\n".join([*textwrap.wrap(stop, 96), *lines] if chart.raised else lines)

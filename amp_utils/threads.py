@@ -12,7 +12,8 @@ from torch.nn.parallel import parallel_apply
 def in_data_parallel(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> list:
     """What `function(x)` returns in two threads that torch.nn.parallel.parallel_apply starts.
 
-    parallel_apply asks for an accelerator; without CUDA, the device of `x` stands in for one.
+    parallel_apply asks for an accelerator, and for CUDA's autocast switch. Without CUDA, the
+    device of `x` and its switch stand in.
     """
     is_on = torch.is_autocast_enabled
     accelerator = {

@@ -176,28 +176,31 @@ def fsdp_step(axes: Axes) -> None:
     axes.set_ylim(-0.15, 3.6)
 
 
+CHAIN = {  # lesson 14's signs in the order in which they decide
+    "does it raise?": "Read the message to its end; the cause may be another line. 1–7",
+    "ill in float32 too?": "Not AMP: the optimizer's parameters 1, rate 22, data 24, or the model.",
+    "weights in 16 bits?": "Keep weights and averages in float32; autocast casts. 2, 9, 10, 14",
+    "one cast a weight in all?": "The region spans all steps: give each forward pass its own. 12",
+}
 TREE = {
     "the loss is NaN": [
-        ("in the very first loss?", "A number above 65504: divide\nfirst, or take bf16. 17"),
-        ("after Adam's first step?", "fp16 weights, and eps is 0:\nkeep float32 weights. 9"),
+        ("no step taken?", "A number above 65504: other\nunits, or bf16. 17"),
         ("only when compiled?", "The backward pass inherits\nautocast. 19"),
-        ("only scaled gradients,\nnow and then?", "Nothing: the scaler is\nsearching. 7, 21"),
     ],
     "the loss is flat, or wrong": [
-        ("casts: a handful?", "A region around the\nwhole loop. 12"),
-        ("scaler, and a clip?", "unscale_ first, once\na step. 4, 8"),
-        ("few steps taken?", "Skips: look at schedule,\ncheckpoint, range. 15–18"),
-        ("small gradients, fp16?", "They underflow: start\nat a larger scale. 11"),
-        ("16-bit weights, averages\nor positions?", "Keep them in\nfloat32. 10, 13, 14"),
+        ("few steps taken?", "Skips: look at schedule 15,\ncheckpoint 16, sigmoid 18."),
+        ("all steps, and a clip?", "unscale_ first, once\na step. 4, 8"),
+        ("all steps, a small scale?", "Gradients underflow: start\nat a larger scale. 11"),
+        ("positions in a region?", "Compute their angles\nin float32. 13"),
+        ("now and then a skip?", "Nothing: the scaler is\nsearching. 7, 21"),
     ],
     "it is slower": [
-        ("some layers in float32?", "A region is missing, as\nin the validation. 20"),
+        ("under 100% in 16 bits?", "A region is missing, as\nin the validation. 20"),
         ("bf16, and a scaler?", "enabled=False. 23"),
         ("no matrix units,\nor small products?", "Larger batches, or\nfloat32 (lesson 10)"),
     ],
     "it needs more memory": [
         ("casts: more than one a\nweight and step?", "One region around\nall calls. 25"),
-        ("one region, open long?", "The cache itself:\nclear_autocast_cache()"),
     ],
 }
 
@@ -218,11 +221,9 @@ def decision_tree(axes: Axes) -> None:
         axes.annotate("", xy=(x, end), xytext=(x, begin), arrowprops=style)
         axes.text(x + 0.1, (begin + end) / 2, words, va="center", fontsize=10)
 
-    for y, words, answer in (
-        (9.3, "does it raise?", "Read the message to its end; the cause may be another line. 1–7"),
-        (8.1, "the same in float32?", "It is not AMP: learning rate 22, data 24, or the model."),
-    ):
-        box(0, y, 3.3, 0.7, words, LOW)
+    for row, (question, answer) in enumerate(CHAIN.items()):
+        y = 11.7 - 1.2 * row
+        box(0, y, 3.3, 0.7, question, LOW)
         axes.text(3.5, y + 0.35, f"yes → {answer}", va="center", fontsize=10.5)
         arrow(1.65, y - 0.06, y - 0.44, "no")
     axes.plot([1.65, 1.65 + 3 * 3.55], [7.62, 7.62], color="#333333", lw=1.5)
@@ -236,7 +237,7 @@ def decision_tree(axes: Axes) -> None:
             axes.text(x + 0.05, y, question, fontweight="bold", **style)
             lower = y - 0.06 - 0.28 * (1 + question.count("\n"))
             axes.text(x + 0.05, lower, f"→ {answer}".replace("\n", "\n    "), **style)
-    axes.set(xlim=(-0.1, 14.1), ylim=(0, 10.1))
+    axes.set(xlim=(-0.1, 14.1), ylim=(0, 12.5))
 
 
 PICTURES: dict[Callable[[Axes], None], tuple[float, float]] = {
@@ -244,7 +245,7 @@ PICTURES: dict[Callable[[Axes], None], tuple[float, float]] = {
     loss_scaling: (9.6, 3.2),
     ddp_step: (9.2, 2.1),
     fsdp_step: (9.2, 2.5),
-    decision_tree: (10.6, 6.6),
+    decision_tree: (10.6, 8.2),
 }
 
 

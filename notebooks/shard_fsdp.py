@@ -32,13 +32,15 @@ class Traffic(TorchDispatchMode):
 
 def sharded(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> nn.Module:
     """A small network, of which each rank keeps a piece."""
-    torch.manual_seed(0)  # the same on all ranks: unlike DDP, fully_shard copies no weights
+    torch.manual_seed(0)  # the same weights on all ranks: fully_shard copies none
     net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
-    mesh = init_device_mesh(device.type, (ranks,))
-    for layer in (net[0], net[2]):  # in a large network each block
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    last = replace(policy, output_dtype=torch.float32)  # what the loss gets
-    return fully_shard(net, mesh=mesh, mp_policy=last)  # the root: layers let go after forward
+    mesh = init_device_mesh(device.type, (ranks,))  # the ranks that share the weights
+    fully_shard(net[0], mesh=mesh, mp_policy=policy)  # in a large network, each block
+    fully_shard(net[2], mesh=mesh, mp_policy=policy)
+    whole = replace(policy, output_dtype=torch.float32)  # what the loss gets
+    # the root; without this line each layer is a root, and keeps its weights after forward
+    fully_shard(net, mesh=mesh, mp_policy=whole)
+    return net
 
 
 def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> dict:
@@ -58,24 +60,26 @@ def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> di
 
 
 def overflow_in_one_piece(rank: int, ranks: int, device: torch.device) -> dict:
-    """One fp16 step with an infinite number in the last rank's piece of a gradient."""
+    """One fp16 step with an infinity in the last rank's piece of a gradient."""
     policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
     net = sharded(device, ranks, policy)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # after fully_shard: of the pieces
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
-    loss = net(torch.ones(4, 2, device=device)).square().mean()  # no autocast
+    loss = net(torch.ones(4, 2, device=device)).square().mean()  # the policy casts to fp16
     scaler.scale(loss).backward()
-    piece, before = net[0].weight.grad.to_local(), net[0].weight.to_local().clone()
+    weight = net[0].weight
+    before = weight.to_local().clone()  # this rank's piece
+    piece = weight.grad.to_local()
     if rank == ranks - 1:
         piece[0, 0] = math.inf
     infinities = piece.isinf().sum().item()
     scaler.unscale_(optimizer)
-    # not clipped here: an infinite norm would make all finite gradients 0, and hide a step
-    norm = nn.utils.get_total_norm([p.grad for p in net.parameters()]).full_tensor().item()
+    norm = nn.utils.get_total_norm([p.grad for p in net.parameters()])  # as for clipping
     scaler.step(optimizer)
     scaler.update()
-    moved = (net[0].weight.to_local() - before).abs().max().item()
-    return {"infinities": infinities, "norm": norm, "moved": moved, "scale": scaler.get_scale()}
+    moved = (weight.to_local() - before).abs().max().item()
+    seen = {"infinities": infinities, "norm": norm.full_tensor().item()}
+    return seen | {"moved": moved, "scale": scaler.get_scale()}
 
 
 def measure(rank: int, ranks: int, device: torch.device) -> dict:

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-Message = torch.futures.Future[torch.Tensor]
-
 
 def join(wanted: str) -> tuple[int, int, torch.device]:
     """Meet the other ranks: this one's number, how many there are, and its device."""
@@ -22,7 +20,7 @@ def join(wanted: str) -> tuple[int, int, torch.device]:
         device, backend = torch.device("cuda", local), "nccl"
         torch.cuda.set_device(device)
     meeting = os.environ.get("INIT_METHOD", "env://")  # `launch` sets another
-    # new: wait until all have come
+    # new: each rank waits here until all have come
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks)
     return rank, ranks, device
 
@@ -36,70 +34,79 @@ def points() -> tuple[torch.Tensor, torch.Tensor]:
 def note(story: dict, net: nn.Module, loss: torch.Tensor, scaler: torch.amp.GradScaler) -> None:
     """Write down a step: for a lesson only, since each .item() waits for the device."""
     weights = nn.utils.parameters_to_vector(net.parameters()).detach().cpu().clone()
-    finite = all(p.grad.isfinite().all().item() for p in net.parameters())
     scale = scaler.get_scale()
-    values = weights, loss.item(), finite, scale < story["scale"][-1], scale
-    for column, value in zip(story.values(), values, strict=True):
-        column.append(value)
+    story["weights"].append(weights)
+    story["loss"].append(loss.item())
+    story["finite"].append(all(p.grad.isfinite().all().item() for p in net.parameters()))
+    story["skipped"].append(scale < story["scale"][-1])  # a skipped step lowers the scale
+    story["scale"].append(scale)
 
 
 def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
-    """Train on this rank's share of the points; the weights, losses and skips of each step."""
-    torch.manual_seed(seed + rank)  # on purpose, other random weights on each rank
+    """Train on this rank's share of the points; what happened in each step."""
+    torch.manual_seed(seed + rank)  # on purpose, each rank draws other weights
     net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
-    if dist.is_initialized():  # in the notebook's own process it is not
-        net = DistributedDataParallel(net)  # new
+    if dist.is_initialized():  # torchrun started this process
+        net = DistributedDataParallel(net)  # new: copies rank 0's weights to all ranks
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    amp = dtype != torch.float32
-    scaler = torch.amp.GradScaler(
-        device.type, init_scale=1024.0, enabled=dtype == torch.float16
-    )
-    story = {name: [] for name in ("weights", "loss", "finite", "skipped")}
+    fp16 = dtype == torch.float16
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=fp16)
+    story = {"weights": [], "loss": [], "finite": [], "skipped": []}
     story["scale"] = [scaler.get_scale()]
     for step in range(1, steps + 1):
         x, y = points()
         if step == overflow_step:
-            y[-1] = math.inf  # the last sample belongs to the last rank
-        x, y = x[rank::ranks].to(device), y[rank::ranks].to(device)  # new: its share
+            y[239] = math.inf  # the last of 240 points belongs to the last of 2, 3 or 4 ranks
+        x = x[rank::ranks].to(device)  # new: this rank's share of the points
+        y = y[rank::ranks].to(device)
         optimizer.zero_grad()
-        with torch.autocast(device.type, dtype=dtype, enabled=amp):
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             output = net(x)
             loss = nn.functional.mse_loss(output, y)
-        scaler.scale(loss).backward()  # DDP averages the gradients of all ranks in here
+        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        note(story, net, loss, scaler)  # keeps what the lesson shows
-    return story | {"output": str(output.dtype)}
+        note(story, net, loss, scaler)  # for the lesson's figures
+    story["output"] = str(output.dtype)
+    return story
 
 
-def average(state: tuple[list, torch.dtype], bucket: dist.GradBucket) -> Message:
-    """A communication hook: gradients travel in the dtype of your choice."""
+def average(state, bucket):
+    """A communication hook: the ranks average a bucket in the dtype of your choice."""
     sent, dtype = state
-    message = bucket.buffer().to(dtype).div_(dist.get_world_size())  # many gradients in a row
+    gradients = bucket.buffer()  # float32
+    message = gradients.to(dtype) / dist.get_world_size()
     sent.append(message.nbytes)
-    done = dist.all_reduce(message, async_op=True).get_future()  # backward goes on meanwhile
-    return done.then(lambda sums: bucket.buffer().copy_(sums.value()[0]))  # back to float32
+
+    def write_back(done):
+        (average,) = done.value()
+        return gradients.copy_(average)  # float32 again
+
+    future = dist.all_reduce(message, async_op=True).get_future()  # backward goes on meanwhile
+    return future.then(write_back)  # called when the sum has come
 
 
-def accumulate(
-    rank, ranks, device, dtype=torch.float32, quiet: bool = True, spoilt: bool = False
-) -> dict:
-    """One gradient from four micro-batches; `quiet` ranks exchange the last one only."""
+def accumulate(rank, ranks, device, dtype=torch.float32, quiet=True) -> dict:
+    """One gradient from four micro-batches; if `quiet`, only the last one sends a message."""
     torch.manual_seed(0)
-    net, sent, finite = DistributedDataParallel(nn.Linear(64, 64).to(device)), [], []
+    layer = nn.Linear(64, 64).to(device)  # 4160 weights and biases, 4 bytes each
+    net = DistributedDataParallel(layer)
+    sent = []  # the bytes of each message
     net.register_comm_hook((sent, dtype), average)
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
-    batches = torch.randn(4, ranks, 16, 64)[:, rank].to(device)
-    if spoilt and rank == ranks - 1:
-        batches[1] = math.inf
-    for i, batch in enumerate(batches):
-        # FSDP2, in place of no_sync: net.set_requires_gradient_sync(i == 3)
-        with net.no_sync() if quiet and i < 3 else nullcontext():
-            with torch.autocast(device.type, dtype=torch.float16):
-                loss = net(batch).square().mean() / 4
-            scaler.scale(loss).backward()
-        finite.append(net.module.weight.grad.isfinite().all().item())
-    return {"sent": sent, "finite": finite, "gradient": net.module.weight.grad.cpu()}
+
+    def forward_and_backward(batch):
+        with torch.autocast(device.type, dtype=torch.float16):
+            loss = net(batch).square().mean() / 4
+        scaler.scale(loss).backward()
+
+    batches = torch.randn(4, ranks, 16, 64)[:, rank].to(device)  # this rank's share of each
+    # in FSDP2: net.set_requires_gradient_sync(False), and True before the last one
+    with net.no_sync() if quiet else nullcontext():
+        for batch in batches[:3]:
+            forward_and_backward(batch)
+    forward_and_backward(batches[3])  # averages the sum of all four
+    return {"sent": sent, "gradient": layer.weight.grad.cpu()}
 
 
 def refusal() -> str:
@@ -119,7 +126,6 @@ def experiments(here: tuple, steps: int, overflow_step: int, seed: int) -> dict:
         "every micro-batch": accumulate(*here, quiet=False),
         "no_sync, float32": accumulate(*here),
         "no_sync, bfloat16": accumulate(*here, torch.bfloat16),
-        "infinite micro-batch": accumulate(*here, spoilt=True),
         "two devices": refusal(),
     }
 

@@ -48,6 +48,23 @@ def test_the_report_names_torch_the_cpu_and_both_16_bit_formats():
         assert word in text
 
 
+def test_the_report_times_products_on_one_thread_and_gives_the_others_back(monkeypatch):
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+
+    def interrupted(*_):
+        seen.append(torch.get_num_threads())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device, "matmul_seconds", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            device.report(torch.device("cpu"))
+        assert [*seen, torch.get_num_threads()] == [1, 3]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_same_seed_gives_the_same_numbers():
     device.set_seed(3)
     first = torch.randn(4)

@@ -14,6 +14,7 @@ REPAIRS = tomllib.loads((ROOT / "tests" / "support" / "repairs.toml").read_text(
 PATIENTS = REPAIRS["patients"]
 CELLS = {cell.id: cell.source for cell in read(choose(["14"], ROOT / "notebooks")[0]).cells}
 QUICK = {"8", "20", "25", "X"}  # the others are `full`
+BOTH = "float32 and bfloat16"
 IMPORTS = "import copy\nimport torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
 
 
@@ -72,6 +73,26 @@ def test_right_repairs_are_accepted_and_wrong_ones_refused(ward, number):
         assert "without a scaler" in judged(ward, number, loop_of(bare))
     for edits in repairs["wrong"]:
         assert judged(ward, number, loop_of(sick, edits)).startswith("ill: "), edits
+
+
+def test_signs_tell_casts_by_autocast_from_weights_in_16_bits(ward, capsys):
+    def by_hand(net, batches):
+        x, _ = batches[0]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            net(x)  # four casts by autocast; the next two are not
+            net[0].weight.half()
+            net[0].weight.to(torch.bfloat16)
+            yield 1.0
+        net.to(torch.bfloat16)
+        yield net(x.to(torch.bfloat16)).float().sum().item()
+
+    chart = clinic.observe(by_hand, ward.network(), ward.batches)
+    assert (chart.raised, chart.casts, chart.kept) == ("", 4, {"float32", "bfloat16"})
+    for number, kept, casts in (("9", "float16", 0), ("12", "float32", 4), ("14", BOTH, 120)):
+        ward.admit(number)(loop_of(CELLS[f"loop-{number}"]))
+        signs = capsys.readouterr().out
+        assert f"weights kept in    {kept}\n" in signs
+        assert f"casts by autocast  {casts} of weights\n" in signs
 
 
 def test_signs_count_weights_that_a_loop_makes_and_diagnoses_have_a_second_form(ward, capsys):

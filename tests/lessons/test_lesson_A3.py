@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.each import each
 from torch import nn
 
-from amp_utils.course.notebook import load
+from amp_utils.course.notebook import ROOT, load, read
 
 X = torch.linspace(-1, 1, 64).unsqueeze(1)
 SHAPES = st.lists(st.integers(0, 3), max_size=4).map(tuple)
@@ -80,3 +80,41 @@ def test_unbroadcast_is_autograds_way_back(lesson, full, data):
     small.expand(full).backward(gradient)
     result = lesson.unbroadcast(gradient.half(), tuple(shape))
     assert result.dtype == torch.float32 and result.equal(small.grad)
+
+
+CHEATS = [  # what an exercise rules out, and what its check says
+    ("cA3-54", "def distances(a, b): return torch.cdist(a, b)", "without torch.cdist, please"),
+    (
+        "cA3-54",
+        """def distances(a, b):
+            square = (a * a).sum(1, keepdim=True) + (b * b).sum(1) - 2 * a @ b.T
+            return square.clamp(min=0).sqrt()""",
+        "of points near 1000, a distance is off by",
+    ),
+    (
+        "cA3-59",
+        "def unbroadcast(gradient, shape): return gradient.float().sum_to_size(shape)",
+        "add up yourself, without sum_to_size and without autograd",
+    ),
+    (
+        "cA3-59",
+        """def unbroadcast(gradient, shape):
+            small = torch.zeros(shape, requires_grad=True)
+            small.expand(gradient.shape).backward(gradient.float())
+            return small.grad""",
+        "add up yourself, without sum_to_size and without autograd",
+    ),
+]
+
+
+@each("check, cheat, said", CHEATS)
+def test_a_check_refuses_what_its_exercise_rules_out(capsys, check, cheat, said):
+    (source,) = [
+        cell.source
+        for cell in read(ROOT / "notebooks/A3_broadcasting.ipynb").cells
+        if cell.id == check
+    ]
+    space = vars(load("A3"))
+    exec(cheat, space)
+    exec(source, space)
+    assert capsys.readouterr().out.startswith(f"✗ not yet: {said}")
