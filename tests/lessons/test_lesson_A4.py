@@ -21,11 +21,37 @@ def test_operations_are_listed_in_order_and_only_inside(lesson):
     assert done.names == ["add", "mul"]
 
 
-def test_outcome_names_the_operation_or_refuses(lesson):
-    assert lesson.outcome(lambda x, y: x ^ y, torch.int64) == ("bitwise_xor", "int64")
-    assert lesson.outcome(lambda x, y: x / y, torch.int64) == ("div", "float32")
-    assert lesson.outcome(lambda x, y: x & y, torch.float32) == ("", "–")
-    assert lesson.outcome(lambda x, y: ~x, torch.float32) == ("", "–")
+def test_an_operator_is_its_function_and_the_outcome_is_a_dtype_or_an_error(lesson):
+    x, y = torch.tensor([7, -3, 6]), torch.tensor([3, 2, 1])
+    for text, function in lesson.OPERATORS.items():
+        assert torch.equal(function(x, y), eval(text, {"x": x, "y": y})), text
+    assert lesson.outcome(lambda x, y: x ^ y, torch.int64, torch.int64) == "int64"
+    assert lesson.outcome(lambda x, y: x / y, torch.int64, torch.int64) == "float32"
+    assert lesson.outcome(lambda x, y: x & y, torch.float32, torch.float32) == "error"
+    assert lesson.outcome(lambda x, y: ~x, torch.float32, torch.float32) == "error"
+
+
+def test_a_listed_kernel_is_not_looked_into(lesson):
+    """The mode sees `unbind` once; a profiler sees its views, one a row."""
+    x = torch.ones(7, 2)
+    with lesson.Operations() as done:
+        torch.unbind(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.unbind(x)
+    inside = {event.key: event.count for event in profile.key_averages()}
+    assert done.names == ["unbind"]
+    assert inside["aten::select"] == 7
+
+
+def test_a_product_picks_its_operation_by_the_shapes(lesson):
+    matrix, batch = torch.ones(2, 2), torch.ones(3, 2, 2)
+    for a, b, operation in ((matrix, matrix, "mm"), (matrix[0], matrix[0], "dot")):
+        with lesson.Operations() as done:
+            a @ b
+        assert done.names[-1] == operation
+    with lesson.Operations() as done:
+        batch @ batch
+    assert "bmm" in done.names and "mm" not in done.names
 
 
 @each("symbol", ["^", "&", "|"])
@@ -41,9 +67,9 @@ def test_the_bit_operators_are_those_of_python(symbol):
 @each("b", [torch.bool, torch.int8, torch.int32, torch.float16, torch.bfloat16])
 def test_a_sum_promotes_and_a_product_of_matrices_refuses(lesson, a, b):
     expected = str(torch.promote_types(a, b)).removeprefix("torch.")
-    assert lesson.meet(torch.add, a, b) == expected == lesson.meet(torch.add, b, a)
+    assert lesson.outcome(torch.add, a, b) == expected == lesson.outcome(torch.add, b, a)
     if a != b:
-        assert lesson.meet(torch.matmul, a, b) == "error"
+        assert lesson.outcome(torch.matmul, a, b) == "error"
 
 
 @each("way", ["by_slicing", "by_unbind", "by_sum"])
