@@ -138,10 +138,33 @@ def test_torchs_own_fp8_product_keeps_a_row_of_zeros_and_the_scales_of_tiny_rows
 
 
 def test_counting_zeros_finds_every_gradient_that_rounds_to_zero(lesson):
-    plain = lesson.zeros(lesson.Rung())
-    assert len(plain) == 4 * 60 and not torch.cat(plain).any()
+    assert lesson.zeros(lesson.Rung()) == [0] * 60
+    seen = []
+
+    def gradient(grad: torch.Tensor) -> torch.Tensor:
+        rounded = E4M3FN.round(grad)
+        seen.append((grad != 0, rounded != 0))
+        return rounded
+
     found = lesson.zeros(lesson.Rung(E4M3FN.round, lesson.bf16))
-    first, last = (torch.cat(part).double().mean() for part in (found[:40], found[-40:]))
+    lesson.train(lesson.Rung(E4M3FN.round, lesson.bf16, gradient), 0)
+    for step, share in enumerate(found):
+        before, after = zip(*seen[4 * step : 4 * step + 4], strict=True)
+        left = sum(x.sum() for x in after) / sum(x.sum() for x in before)
+        assert share == pytest.approx(100 * (1 - left.item()), abs=1e-3)
+    first, last = sum(found[:10]) / 10, sum(found[-10:]) / 10
     assert 0 < first < last
     lifted = lesson.zeros(lesson.Rung(E4M3FN.round, lesson.bf16, loss_scale=1024.0))
-    assert torch.cat(lifted[-40:]).double().mean() < last / 4
+    assert sum(lifted[-10:]) / 10 < last / 4
+
+
+def test_gradients_are_rounded_as_factors_are_unless_a_rung_says_otherwise(lesson):
+    assert lesson.Rung(E4M3FN.round).gradient == E4M3FN.round
+    assert lesson.Rung(E4M3FN.round, gradient=E2M1.round).gradient == E2M1.round
+
+
+def test_the_coarsest_scale_is_the_first_that_keeps_the_error_below_six_per_cent(lesson):
+    for errors, kind in (((5.9, 1, 1), "tensor"), ((6, 5.9, 1), "row"), ((9, 6, 5.9), "block")):
+        off = dict(zip(("tensor", "row", "block"), errors, strict=True))
+        assert lesson.coarsest(off) == kind
+    assert lesson.coarsest({"tensor": 6, "row": 6, "block": 6}) == "none"
