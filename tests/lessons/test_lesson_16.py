@@ -23,7 +23,7 @@ def lesson():
     given["RULES"] = {"cpu": rules | {"cross_entropy": "fp32"}}
     given |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     given["DTYPES"] = {name: given[name] for name in ("fp32", "bf16", "fp16")}
-    given["off"] = torch.amp.GradScaler("cpu", enabled=False)
+    given["no_scaler"] = torch.amp.GradScaler("cpu", enabled=False)
     return load("16", **given, width=64, batch=4, race_steps=4)
 
 
@@ -98,7 +98,7 @@ def test_rounding_by_chance_keeps_every_bf16_number_and_the_mean(lesson):
 def test_a_run_with_bf16_weights_holds_nothing_but_bf16_numbers(lesson):
     lesson.race.__globals__["unseen_loss"] = lambda net, count: 0.0
     runs = []
-    for how in ({}, {"rounded": lesson.nearest}, {"rounded": lesson.by_chance}):
+    for how in ({}, {"rounding": lesson.nearest}, {"rounding": lesson.by_chance}):
         runs.append(lesson.race(0, low=torch.bfloat16, **how))
         assert all(math.isfinite(loss) for loss in runs[-1].losses)
     nets = [list(run.net.parameters()) for run in runs]
@@ -107,17 +107,26 @@ def test_a_run_with_bf16_weights_holds_nothing_but_bf16_numbers(lesson):
 
 
 def test_a_nudge_changes_each_weight_by_about_a_millionth(lesson):
-    exact, nudged = lesson.new_net(64, 0), lesson.nudged(1)
+    exact, nudged = lesson.new_net(64, 0), lesson.nudge(lesson.new_net(64, 0), 1)
     for before, after in zip(exact.parameters(), nudged.parameters(), strict=True):
         off = (after - before).norm() / before.norm().clamp(min=1e-9)
         assert off == 0 if not before.any() else 5e-7 < off < 2e-6
-    others = [next(lesson.nudged(number).parameters()) for number in (1, 2)]
-    assert not torch.equal(*others)
+    others = [lesson.nudge(lesson.new_net(64, 0), number) for number in (1, 2)]
+    assert not torch.equal(*(next(other.parameters()) for other in others))
+
+
+def test_the_nudged_lane_is_float32_from_another_start(lesson):
+    lesson.race.__globals__["unseen_loss"] = lambda net, count: 0.0
+    exact, nudged = (lesson.race(0, nudged=nudged) for nudged in (False, True))
+    pairs = list(zip(exact.net.parameters(), nudged.net.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in pairs)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-2)
 
 
 def test_large_values_and_late_positions_change_nothing_in_float32_and_much_in_fp16(lesson, pieces):
     net, (x, _) = awake(lesson), pieces
-    lesson.in_16_bits.__globals__["net"] = net
+    lesson.in_16_bits.__globals__["trained"] = net
     exact = net(x)
     for part, patch in lesson.in_16_bits(torch.float32, 32, 4000).items():
         with patch:
