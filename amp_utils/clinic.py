@@ -176,6 +176,8 @@ def observe(loop: Loop, net: nn.Module, batches: Batches, counting: bool = True)
 
     def returned(layer, _, output) -> None:
         if isinstance(layer, nn.Linear) and not torch.compiler.is_compiling():
+            if not chart.outputs:  # what a loop replaced before is no part of the way
+                before.update(_weights(net))
             chart.outputs.append(str(output.dtype)[6:])
             chart.kept.add(str(layer.weight.dtype)[6:])
             chart.graphed += output.requires_grad
@@ -318,7 +320,9 @@ class Ward:
     def _show(self, number: int | str, chart: Chart, other: str = "in float32") -> None:
         lost = other != "in float32" and PATIENTS[str(number)].get("astray")
         apart = None if lost else chart.distance(self.meant[number])
-        way = "float32's way" + " on clean data" * ("clean" in PATIENTS[str(number)])
+        whose = "this" if other == "in float32" else "the admitted"
+        way = f"{whose} loop's way in float32"
+        way += " on clean data" * ("clean" in PATIENTS[str(number)])
         print(_signs(chart, self.wide[number], apart, other, way))
 
     def judge(self, number: int | str, loop: Loop, signs: bool = False) -> None:
@@ -439,7 +443,7 @@ def _signs(chart: Chart, wide: Chart, distance: float | None, other: str, meant:
         "in 16 bits": f"{chart.narrow:.0%} of the {outputs}",
         "weights kept in": " and ".join(sorted(chart.kept, reverse=True)),
         "casts by autocast": casts,
-        "off course": "not finite" if distance == math.inf else way,
+        "off course": "not finite" if chart.rates and distance == math.inf else way,
     }
     lines = [f"{name:<17}  {value}" for name, value in rows.items()]
     stop = f"stopped at batch {len(chart.losses) + 1}: {chart.raised}"

@@ -177,22 +177,22 @@ def fsdp_step(axes: Axes) -> None:
 
 
 CHAIN = {  # lesson 14's signs in the order in which they decide
-    "does it raise?": "Read the message to its end; the cause may be another line. 1–7",
     "ill in float32 too?": "Not AMP: the optimizer's parameters 1, rate 22, data 24, or the model.",
-    "weights in 16 bits?": "Keep weights and averages in float32; autocast casts. 2, 9, 10, 14",
+    "does it raise?": "Read the message to its end; the cause may be another line. 2–7",
+    "weights in 16 bits?": "Keep weights and averages in float32; autocast casts. 9, 10, 14",
     "one cast a weight in all?": "The region spans all steps: give each forward pass its own. 12",
 }
 TREE = {
     "the loss is NaN": [
-        ("no step taken?", "A number above 65504: other\nunits, or bf16. 17"),
+        ("no step taken?", "A number above 65504:\nother units, or bf16. 17"),
         ("only when compiled?", "The backward pass inherits\nautocast. 19"),
     ],
     "the loss is flat, or wrong": [
         ("few steps taken?", "Skips: look at schedule 15,\ncheckpoint 16, sigmoid 18."),
-        ("all steps, and a clip?", "unscale_ first, once\na step. 4, 8"),
+        ("all steps, and a clip?", "unscale_ before the clip. 8"),
         ("all steps, a small scale?", "Gradients underflow: start\nat a larger scale. 11"),
         ("positions in a region?", "Compute their angles\nin float32. 13"),
-        ("now and then a skip?", "Nothing: the scaler is\nsearching. 7, 21"),
+        ("now and then a skip?", "Nothing: the scaler is\nsearching. 21"),
     ],
     "it is slower": [
         ("under 100% in 16 bits?", "A region is missing, as\nin the validation. 20"),
@@ -213,18 +213,18 @@ def decision_tree(axes: Axes) -> None:
             (x, y), width, height, boxstyle="round,pad=0.04", facecolor=color, edgecolor="#555555"
         )
         axes.add_patch(shape)
-        style = {"ha": "center", "va": "center", "fontsize": 10.5, "fontweight": "bold"}
+        style = {"ha": "center", "va": "center", "fontsize": 11.5, "fontweight": "bold"}
         axes.text(x + width / 2, y + height / 2, words, **style)
 
     def arrow(x: float, begin: float, end: float, words: str = "") -> None:
         style = {"arrowstyle": "-|>", "lw": 1.5, "color": "#333333"}
         axes.annotate("", xy=(x, end), xytext=(x, begin), arrowprops=style)
-        axes.text(x + 0.1, (begin + end) / 2, words, va="center", fontsize=10)
+        axes.text(x + 0.1, (begin + end) / 2, words, va="center", fontsize=11.5)
 
     for row, (question, answer) in enumerate(CHAIN.items()):
         y = 11.7 - 1.2 * row
         box(0, y, 3.3, 0.7, question, LOW)
-        axes.text(3.5, y + 0.35, f"yes → {answer}", va="center", fontsize=10.5)
+        axes.text(3.5, y + 0.35, f"yes → {answer}", va="center", fontsize=12)
         arrow(1.65, y - 0.06, y - 0.44, "no")
     axes.plot([1.65, 1.65 + 3 * 3.55], [7.62, 7.62], color="#333333", lw=1.5)
     for column, (symptom, rows) in enumerate(TREE.items()):
@@ -233,7 +233,7 @@ def decision_tree(axes: Axes) -> None:
         box(x, 6.55, 3.3, 0.7, symptom, FULL)
         for row, (question, answer) in enumerate(rows):
             y = 6.15 - 1.28 * row
-            style = {"va": "top", "fontsize": 10, "linespacing": 1.15}
+            style = {"va": "top", "fontsize": 11.5, "linespacing": 1.15}
             axes.text(x + 0.05, y, question, fontweight="bold", **style)
             lower = y - 0.06 - 0.28 * (1 + question.count("\n"))
             axes.text(x + 0.05, lower, f"→ {answer}".replace("\n", "\n    "), **style)

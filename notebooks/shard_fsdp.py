@@ -9,10 +9,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-POLICIES = {
-    "autocast": MixedPrecisionPolicy(),
-    "a": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-    "b": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+A = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+B = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+RUNS = {  # a policy, and whether the forward pass runs under autocast
+    "autocast": (MixedPrecisionPolicy(), True),
+    "a": (A, False),
+    "b": (B, False),
+    "both": (B, True),
 }
 
 
@@ -37,21 +40,26 @@ def sharded(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> n
     mesh = init_device_mesh(device.type, (ranks,))  # the ranks that share the weights
     fully_shard(net[0], mesh=mesh, mp_policy=policy)  # in a large network, each block
     fully_shard(net[2], mesh=mesh, mp_policy=policy)
-    whole = replace(policy, output_dtype=torch.float32)  # what the loss gets
+    whole = replace(policy, output_dtype=torch.float32)  # so the loss gets float32
     # the root; without this line each layer is a root, and keeps its weights after forward
     fully_shard(net, mesh=mesh, mp_policy=whole)
     return net
 
 
-def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> dict:
-    """Where the first layer has which dtype; a policy without one runs under autocast."""
+def dtypes(
+    device: torch.device, ranks: int, policy: MixedPrecisionPolicy, autocast: bool
+) -> dict:
+    """Where the first layer has which dtype, and a loss computed inside the network."""
     net = sharded(device, ranks, policy)
     weight, seen = net[0].weight, {}
-    net[0].register_forward_hook(lambda layer, x, y: seen.update(used=str(y.dtype)))
+
+    def look(layer, x, y):
+        seen.update(used=str(y.dtype), loss=str(nn.functional.mse_loss(y, y).dtype))
+
+    net[0].register_forward_hook(look)
     seen["kept"], seen["piece"] = str(weight.dtype), list(weight.to_local().shape)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=policy.param_dtype is None)
     with Traffic() as traffic:
-        with autocast:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             output = net(torch.ones(4, 2, device=device))
         output.square().mean().backward()
     seen |= {"gathers": len(traffic.messages["allgather"])}
@@ -83,6 +91,6 @@ def overflow_in_one_piece(rank: int, ranks: int, device: torch.device) -> dict:
 
 
 def measure(rank: int, ranks: int, device: torch.device) -> dict:
-    """The dtypes under each policy, and the step with an infinity."""
-    seen = {name: dtypes(device, ranks, policy) for name, policy in POLICIES.items()}
+    """The dtypes of each run, and the step with an infinity."""
+    seen = {name: dtypes(device, ranks, *run) for name, run in RUNS.items()}
     return seen | {"overflow": overflow_in_one_piece(rank, ranks, device)}

@@ -20,7 +20,7 @@ def join(wanted: str) -> tuple[int, int, torch.device]:
         device, backend = torch.device("cuda", local), "nccl"
         torch.cuda.set_device(device)
     meeting = os.environ.get("INIT_METHOD", "env://")  # `launch` sets another
-    # new: each rank waits here until all have come
+    # new: the ranks meet
     dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks)
     return rank, ranks, device
 
@@ -54,7 +54,7 @@ def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
     story = {"weights": [], "loss": [], "finite": [], "skipped": []}
     story["scale"] = [scaler.get_scale()]
     for step in range(1, steps + 1):
-        x, y = points()
+        x, y = points()  # 240 points, and the height of a wave there
         if step == overflow_step:
             y[239] = math.inf  # the last of 240 points belongs to the last of 2, 3 or 4 ranks
         x = x[rank::ranks].to(device)  # new: this rank's share of the points
@@ -77,13 +77,10 @@ def average(state, bucket):
     gradients = bucket.buffer()  # float32
     message = gradients.to(dtype) / dist.get_world_size()
     sent.append(message.nbytes)
-
-    def write_back(done):
-        (average,) = done.value()
-        return gradients.copy_(average)  # float32 again
-
-    future = dist.all_reduce(message, async_op=True).get_future()  # backward goes on meanwhile
-    return future.then(write_back)  # called when the sum has come
+    dist.all_reduce(message)  # adds up the ranks' messages, and waits for the sum
+    future = torch.futures.Future()
+    future.set_result(gradients.copy_(message))  # float32 again
+    return future
 
 
 def accumulate(rank, ranks, device, dtype=torch.float32, quiet=True) -> dict:
@@ -101,7 +98,7 @@ def accumulate(rank, ranks, device, dtype=torch.float32, quiet=True) -> dict:
         scaler.scale(loss).backward()
 
     batches = torch.randn(4, ranks, 16, 64)[:, rank].to(device)  # this rank's share of each
-    # in FSDP2: net.set_requires_gradient_sync(False), and True before the last one
+    # in FSDP2: net.set_requires_gradient_sync(False), then True; ranks keep whole gradients
     with net.no_sync() if quiet else nullcontext():
         for batch in batches[:3]:
             forward_and_backward(batch)
@@ -110,7 +107,7 @@ def accumulate(rank, ranks, device, dtype=torch.float32, quiet=True) -> dict:
 
 
 def refusal() -> str:
-    """What DDP says to a process that wants two devices."""
+    """What DDP says to two device_ids."""
     try:
         DistributedDataParallel(nn.Linear(1, 1), device_ids=[0, 1])
     except ValueError as error:

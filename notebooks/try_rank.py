@@ -5,14 +5,29 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel  # noqa: F401, for train_rank
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from train_ddp import join  # the file beside this one
+
+messages = []  # the number of gradients in each
+
+
+class Counted(DistributedDataParallel):
+    """DDP that notes each message, and sends it as DDP does."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_comm_hook(None, self.note)
+
+    def note(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        messages.append(bucket.buffer().numel())
+        return allreduce_hook(state, bucket)
 
 
 def main() -> None:
     rank, ranks, _ = join("cpu")
-    space = dict(globals())
+    space = globals() | {"DistributedDataParallel": Counted}
     exec(sys.argv[1], space)
     generator = torch.Generator().manual_seed(1)
     x, y = (size * torch.randn(8, n, generator=generator) for size, n in ((1, 4), (3, 1)))
@@ -28,7 +43,7 @@ def main() -> None:
     space["train_rank"](net, x, y, rank, ranks)
     weights = nn.utils.parameters_to_vector(net.parameters()).detach()
     seen = {"x": x, "y": y, "weights": weights, "outputs": outputs}
-    seen |= {"gradients": gradients, "left": left}
+    seen |= {"gradients": gradients, "left": left, "messages": messages}
     torch.save(seen, f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

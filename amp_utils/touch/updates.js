@@ -32,8 +32,8 @@ function stuck(name, totals) { // the addition from which on none counts, 0 if t
   return name.includes("Kahan") || counted >= totals.length - 1 ? 0 : counted + 1;
 }
 
-function landing(f, half, weight, update) { // what one update, an fp16 number, does, in words
-  const stored = add(f, weight, round(half, update));
+function landing(f, weight, update) { // what one update, a float32 number, does, in words
+  const stored = add(f, weight, Math.fround(update));
   const sum = `${written(weight)} ${update < 0 ? "−" : "+"} ${words(Math.abs(update))}`;
   if (update === 0) return `${f.name} holds ${written(weight)}.`;
   if (stored === weight) return `${f.name}: ${sum} is rounded back to ${written(weight)}: the update is lost.`;
@@ -57,8 +57,8 @@ function label(x, y, text, attributes) {
 }
 
 // The number line around a weight: the sum of weight and update, and the number that it becomes.
-function landscape(f, half, w, update, width) {
-  const u = round(half, update), stored = add(f, w, u), lost = stored === w, bits = encode(f, w);
+function landscape(f, w, update, width) {
+  const u = Math.fround(update), stored = add(f, w, u), lost = stored === w, bits = encode(f, w);
   const [below, above] = [-1, 1].map(by => decode(f, step(f, bits, by))), reach = 5 * (above - w);
   const x = value => width / 2 + Math.max(-1, Math.min((value - w) / reach, 1)) * (width / 2 - 10);
   const [left, right] = [x((below + w) / 2), x((w + above) / 2)], far = Math.abs(u) > reach;
@@ -108,7 +108,7 @@ function curves(runs, moving, width) {
 }
 
 function figure(stage, {formats, weights, updates, weight, update, times}) {
-  const byName = Object.fromEntries(formats.map(one => [one.name, one])), half = byName.fp16;
+  const byName = Object.fromEntries(formats.map(one => [one.name, one]));
   const signed = [...updates.map(x => -x).reverse(), 0, ...updates];
   const state = {format: "bf16", weight, update, times};
   const change = part => { Object.assign(state, part); stage.redraw(); };
@@ -144,10 +144,10 @@ function figure(stage, {formats, weights, updates, weight, update, times}) {
 
   return width => {
     const part = width < 620 ? width : Math.floor((width - 10) / 2), f = byName[state.format];
-    const w = round(f, state.weight), terms = Array(state.times).fill(round(half, state.update));
+    const w = round(f, state.weight), terms = Array(state.times).fill(Math.fround(state.update));
     const runs = Object.fromEntries(formats.map(one => [one.name, race(one, state.weight, terms)]));
-    runs["fp16 + Kahan"] = kahan(half, state.weight, terms);
-    const {nodes, reach: now} = landscape(f, half, w, state.update, part);
+    runs["fp16 + Kahan"] = kahan(byName.fp16, state.weight, terms);
+    const {nodes, reach: now} = landscape(f, w, state.update, part);
     reach = now;
     for (const [svg, drawn] of [[ground, nodes], [sums, curves(runs, state.update, part)]]) {
       svg.setAttribute("width", part);
@@ -157,7 +157,7 @@ function figure(stage, {formats, weights, updates, weight, update, times}) {
       const since = state.update && stuck(name, totals);
       return `${name} ${written(totals.at(-1), 5)}${since ? ` (stuck from addition ${since} on)` : ""}`;
     });
-    stage.say(`${landing(f, half, w, state.update)} After ${state.times.toLocaleString("en")} `
+    stage.say(`${landing(f, w, state.update)} After ${state.times.toLocaleString("en")} `
       + `such updates: ${ends.join(", ")}.`);
   };
 }

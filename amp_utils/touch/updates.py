@@ -21,8 +21,8 @@ LOOKS = {
 def updates(weight: float = 1.0, update: float = 0.003, times: int = 1000) -> None:
     """Show what 16 bits make of an update, once and `times` times; a learner changes all of it.
 
-    The weight is at most 2048 and the update, an fp16 number in the end, at most 1; times is 100,
-    1000 or 10,000. ValueError for others.
+    The update is stored in float32; only the sums are rounded. The weight is at most 2048 and the
+    update at most 1; times is 100, 1000 or 10,000. ValueError for others.
     """
     if not (0 <= weight <= 2048 and 0 < update <= 1 and times in (100, 1000, 10_000)):
         given = f"weight = {weight}, update = {update}, times = {times}"
@@ -47,8 +47,8 @@ def updates(weight: float = 1.0, update: float = 0.003, times: int = 1000) -> No
 
 
 def race(start: float, terms: list[float]) -> dict[str, list[float]]:
-    """The totals of fp16 terms, from `start` on, kept in three formats, and in fp16 after Kahan."""
-    terms = torch.tensor(terms).half()
+    """The totals of float32 terms, from `start` on, in three formats, and in fp16 after Kahan."""
+    terms = torch.tensor(terms)
     runs = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         total = torch.tensor(start, dtype=dtype)
@@ -56,7 +56,7 @@ def race(start: float, terms: list[float]) -> dict[str, list[float]]:
     total, lost = torch.tensor(start).half(), torch.tensor(0.0).half()
     runs["fp16 + Kahan"] = [total.item()]
     for term in terms:
-        corrected = term - lost
+        corrected = (term - lost).half()
         lost = (total + corrected - total) - corrected
         total = total + corrected
         runs["fp16 + Kahan"].append(total.item())

@@ -6,12 +6,15 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.each import each
 from support.processes import patience
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
 from amp_utils.course import ROOT
 from amp_utils.course.notebook import load
@@ -87,6 +90,30 @@ def test_the_bad_sample_costs_one_step(train):
     assert [step for step, skipped in enumerate(story["skipped"], 1) if skipped] == [5]
     assert [step for step, finite in enumerate(story["finite"], 1) if not finite] == [5]
     assert story["weights"][-1].isfinite().all() and story["output"] == "torch.float16"
+
+
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_the_hook_does_what_torchs_own_hook_does(monkeypatch, dtype):
+    """Three ranks with the same gradients, in one process."""
+
+    def all_reduce(message, group=None, async_op=False):
+        message.copy_(message + message + message)
+        future = torch.futures.Future()
+        future.set_result([message])
+        return SimpleNamespace(get_future=lambda: future)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    gradients, sent = torch.randn(100), []
+    mine, torchs = gradients.clone(), gradients.clone()
+    hook = {torch.float32: hooks.allreduce_hook, torch.bfloat16: hooks.bf16_compress_hook}[dtype]
+    average = runpy.run_path(str(SCRIPT))["average"](
+        (sent, dtype), SimpleNamespace(buffer=lambda: mine)
+    ).wait()
+    ranks, bucket = SimpleNamespace(size=lambda: 3), SimpleNamespace(buffer=lambda: torchs)
+    assert torch.equal(average, hook(ranks, bucket).wait())
+    assert average is mine and average.dtype == torch.float32
+    assert sent == [100 * dtype.itemsize]
 
 
 @each("total, ranks", [(7, 2), (240, 4), (5, 5), (3, 4)])

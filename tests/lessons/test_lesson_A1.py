@@ -86,6 +86,32 @@ def test_sgd_has_no_single_rate_in_the_old_units_and_one_in_the_new(lesson):
     assert abs(500 * sgd(lesson.new_start(), 0.5, lesson.new_points)[2] - 3) < 1e-3
 
 
+def in_units(lesson, x_unit, y_unit, optimizer, lr):
+    """The weights, in the old units, that a fit with these two units ends at."""
+    units = torch.tensor([y_unit / x_unit**power for power in (2, 1, 0)])
+    old = lesson.start()
+    w = [(one / unit).detach().requires_grad_() for one, unit in zip(old, units, strict=True)]
+
+    def draw():
+        x, y = lesson.points()
+        return x / x_unit, y / y_unit
+
+    return lesson.train(w, optimizer(w, lr=lr), draw)[-1] * units
+
+
+def test_to_sgd_only_the_unit_of_the_inputs_matters(lesson):
+    sgd = torch.optim.SGD
+    torch.testing.assert_close(in_units(lesson, 10, 1, sgd, 0.5), lesson.TRUTH, rtol=0, atol=1e-3)
+    old, new_targets = (in_units(lesson, 1, y_unit, sgd, 0.0004) for y_unit in (1, 500))
+    torch.testing.assert_close(new_targets, old, rtol=1e-3, atol=1e-3)
+
+
+def test_to_adam_the_unit_of_the_targets_makes_a_small_rate_enough(lesson):
+    adam = torch.optim.Adam
+    assert (in_units(lesson, 1, 500, adam, 0.1) - lesson.TRUTH).abs().max() < 0.1
+    assert (in_units(lesson, 10, 1, adam, 0.1) - lesson.TRUTH).abs().max() > 0.1
+
+
 def test_outcome_of_a_product_under_autocast(lesson):
     single, double = torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float64)
     assert lesson.outcome(single, single) == "torch.bfloat16"
@@ -108,8 +134,10 @@ def test_refused_gives_the_reason_and_fails_where_there_is_none(lesson):
     ],
 )
 def test_derivative_of_agrees_with_algebra(lesson, f, truth):
-    for x in (-1.5, 0, 2):
-        assert lesson.derivative_of(f, x) == pytest.approx(truth(x), abs=1e-6)
+    for array in (np.array([-1.5, 0.0, 2.0]), np.arange(3), np.arange(3.0)[::-1]):
+        got = lesson.derivative_of(f, array)
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, [truth(x) for x in array], atol=1e-5)
 
 
 def test_my_adam_goes_the_way_of_torchs(lesson):

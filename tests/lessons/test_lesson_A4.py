@@ -52,6 +52,9 @@ def test_a_product_picks_its_operation_by_the_shapes(lesson):
     with lesson.Operations() as done:
         batch @ batch
     assert "bmm" in done.names and "mm" not in done.names
+    with lesson.Operations() as done:
+        batch @ matrix
+    assert "mm" in done.names and "matmul" not in done.names
 
 
 @each("symbol", ["^", "&", "|"])
@@ -70,6 +73,23 @@ def test_a_sum_promotes_and_a_product_of_matrices_refuses(lesson, a, b):
     assert lesson.outcome(torch.add, a, b) == expected == lesson.outcome(torch.add, b, a)
     if a != b:
         assert lesson.outcome(torch.matmul, a, b) == "error"
+
+
+KINDS = [[torch.bool], [torch.uint8, torch.int64], [torch.float16, torch.bfloat16, torch.float32]]
+
+
+@each("a", [dtype for kind in KINDS for dtype in kind])
+@each("b", [dtype for kind in KINDS for dtype in kind])
+def test_a_tensor_without_dimensions_counts_only_if_of_a_higher_kind(lesson, a, b):
+    rank = {dtype: i for i, kind in enumerate(KINDS) for dtype in kind}
+    expected = str(b if rank[b] > rank[a] else a).removeprefix("torch.")
+    assert lesson.outcome(lambda x, y: x + y[0, 0], a, b) == expected
+
+
+def test_a_python_number_counts_only_if_of_a_higher_kind():
+    half, whole = torch.ones(2, 2, dtype=torch.float16), torch.ones(2, 2, dtype=torch.int64)
+    assert (half * 0.5).dtype == torch.float16
+    assert (whole * 0.5).dtype == torch.get_default_dtype()
 
 
 @each("way", ["by_slicing", "by_unbind", "by_sum"])

@@ -1,10 +1,14 @@
 """The weight and its updates of lesson 1, as a learner with and without a mouse meets them."""
 
+from importlib import import_module
+
+import numpy as np
 import pytest
 from support.figures import EXAMPLES, html
 
 from amp_utils import touch
 
+race = import_module("amp_utils.touch.updates").race  # touch.updates is the function
 full = pytest.mark.full
 
 
@@ -12,6 +16,13 @@ def test_a_figure_that_the_controls_cannot_reach_is_refused():
     for wrong in ({"weight": 3000.0}, {"weight": -1.0}, {"update": 2.0}, {"times": 500}):
         with pytest.raises(ValueError, match=str(*wrong.values())):
             touch.updates(**wrong)
+
+
+def test_float32_adds_the_update_that_the_figure_names():
+    total = np.float32(1)
+    for _ in range(1000):
+        total += np.float32(0.003)
+    assert race(1.0, [0.003] * 1000)["fp32"][-1] == total
 
 
 @pytest.fixture
@@ -46,6 +57,10 @@ def test_the_keyboard_finds_the_largest_update_that_is_lost(page):
 
 @full
 def test_the_sums_race_and_two_get_stuck(page):
+    assert said(page).endswith(
+        "After 1,000 such updates: fp32 4, bf16 1 (stuck from addition 1 on), fp16 4.5703, "
+        "fp16 + Kahan 4."
+    )
     press(page, "weight", "ArrowLeft", "0")
     press(page, "update", "ArrowRight", "1")
     page.get_by_role("combobox", name="additions").select_option("10,000")
