@@ -61,15 +61,13 @@ def test_the_scale_of_a_power_of_two_is_exact(lesson, exponent):
         assert torch.equal(lesson.block_round(x, fmt, 2, True), x)
 
 
-def test_choose_takes_what_fits_then_what_is_fastest_then_what_needs_no_scaler(lesson):
-    chip = {"fp16", "bf16", "fp8"}
-    assert lesson.choose(chip, 18, 8192) == "pure bf16"
-    assert lesson.choose(chip, 18.1, 4096) == "fp8"
-    assert lesson.choose(chip, 18.1, 4095) == "bf16 AMP"
-    assert lesson.choose({"fp16"}, 18.1, 8192) == "fp16 AMP"
-    assert lesson.choose(set(), 18.1, 8192) == "fp32"
-    for units, room in ((chip, 8), ({"fp16"}, 18), (set(), 18)):
-        assert lesson.choose(units, room, 8192) == "shard"
+def test_the_made_up_formats_differ_from_fp8_and_fp4_in_range_alone(lesson):
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(3))
+    for wide, fmt in ((lesson.E8M3, E4M3FN), (lesson.E8M1, E2M1)):
+        assert (wide.mantissa_bits, wide.smallest_normal) == (fmt.mantissa_bits, 2.0**-126)
+        inside = x[(x.abs() >= fmt.smallest_normal) & (x.abs() <= fmt.max)]
+        assert len(inside) > 100 and torch.equal(wide.round(inside), fmt.round(inside))
+        assert torch.equal(wide.round(2.0**60 * inside), 2.0**60 * fmt.round(inside))
 
 
 def test_without_rounding_the_three_products_are_torchs(lesson):
