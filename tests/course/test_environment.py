@@ -23,7 +23,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.processes import LIMIT, answers, free_ports, wait_for
+from support.processes import LIMIT, answers, free_ports, stop_server, wait_for
 
 from amp_utils.course import bootstrap, notebook
 
@@ -206,8 +206,7 @@ def test_lab_answers_on_loopback_and_wants_its_token(tmp_path):
             names = [entry["name"] for entry in json.load(answer)["content"]]
         assert "00_start_here.ipynb" in names
     finally:
-        os.killpg(lab.pid, signal.SIGTERM)
-        lab.wait(LIMIT)
+        stop_server(lab)
 
 
 # --- what stops an installation is one sentence

@@ -2,14 +2,13 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.processes import LIMIT, answers, free_ports, wait_for
+from support.processes import LIMIT, answers, free_ports, stop_server, wait_for
 
 from amp_utils.course import lab
 
@@ -41,8 +40,7 @@ def address(course) -> Iterator[str]:
         wait_for(lambda: answers(found))
         yield found
     finally:
-        os.killpg(opened.pid, signal.SIGTERM)
-        opened.wait(LIMIT)
+        stop_server(opened)
 
 
 class Reader:

@@ -5,8 +5,10 @@ needs: it only keeps a bug from hanging the whole run.
 """
 
 import contextlib
+import os
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +54,19 @@ def free_ports(number: int) -> list[int]:
             held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
         ]
         return [one.getsockname()[1] for one in sockets]
+
+
+def stop_server(server: subprocess.Popen, patience: float = 60) -> None:
+    """End a Jupyter server that leads a session: first kindly, after `patience` seconds by force.
+
+    On a busy machine a server that was told to stop once waited for a kernel for ever.
+    """
+    os.killpg(server.pid, signal.SIGTERM)
+    try:
+        server.wait(patience)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(LIMIT)
 
 
 def runs(process_id: int) -> bool:
