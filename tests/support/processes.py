@@ -59,7 +59,7 @@ def free_ports(number: int) -> list[int]:
 def stop_server(server: subprocess.Popen, patience: float = 60) -> None:
     """End a Jupyter server that leads a session: first kindly, after `patience` seconds by force.
 
-    On a busy machine a server that was told to stop once waited for a kernel for ever.
+    One that had shut down its kernels once waited for a thread of anyio's for ever.
     """
     os.killpg(server.pid, signal.SIGTERM)
     try:
