@@ -1,6 +1,5 @@
 """The functions that lesson 8 defines."""
 
-import math
 from contextlib import nullcontext
 
 import pytest
@@ -18,7 +17,7 @@ WAVE = torch.sin(torch.pi * XY[:, :1]) * XY[:, 1:]
 
 @pytest.fixture
 def lesson():
-    return load("08", device=CPU, seed=0, epochs=15, xy=XY, wave=WAVE, mse_loss=mse_loss)
+    return load("08", device=CPU, seed=0, xy=XY, wave=WAVE, mse_loss=mse_loss)
 
 
 def float32(*device, **dtype):
@@ -59,9 +58,8 @@ class Shares(torch.nn.Module):
 @each("batches, k", [(10, 4), (8, 4), (3, 4), (7, 3), (1, 1)])
 def test_the_loop_steps_every_micro_batch_once_and_each_step_is_a_mean(lesson, batches, k):
     net = Shares(batches)
-    lengths = lesson.train(net, [(i, torch.tensor(-0.5)) for i in range(batches)], k)
+    lesson.train(net, [(i, torch.tensor(-0.5)) for i in range(batches)], k)
     sizes = [min(k, batches - first) for first in range(0, batches, k)]
-    assert lengths == pytest.approx([size**-0.5 for size in sizes])
     shares = torch.tensor([1 / size for size in sizes for _ in range(size)])
     torch.testing.assert_close(net.weight, -0.1 * shares)
 
@@ -107,18 +105,6 @@ def test_the_four_buttons_make_two_groups_and_none_can_be_spared():
     assert steps_of([(), ("step", "update"), (), fourth]) != [2, 2]
     with pytest.raises(RuntimeError, match="already been called"):
         steps_of([(), ("step", "zero_grad"), (), fourth])
-
-
-@each("seed", [0, 1])
-def test_a_clip_hides_an_early_unscale(lesson, seed):
-    lesson.seed = seed
-    batches = list(zip(XY.split(16), WAVE.split(16), strict=True)) * 15
-    nets = [lesson.new_net() for _ in range(3)]
-    right, early = lesson.train(nets[0], batches), lesson.train_early(nets[1], batches)
-    lesson.train_early(nets[2], batches[:4], max_norm=math.inf)
-    right_loss, early_loss, ruined = (mse_loss(net(XY), WAVE).item() for net in nets)
-    assert max(right) < 2 and min(early) > 100 and ruined > 100
-    assert early_loss < right_loss if seed == 1 else early_loss > right_loss
 
 
 def test_the_penalty_on_inputs_survives_torchs_first_scale(lesson):
@@ -174,10 +160,9 @@ def test_the_amp_penalty_is_the_plain_penalty_is_the_true_one(lesson, seed, monk
 def test_an_inner_loss_that_is_not_scaled_is_lost_in_fp16_and_eps_does_not_bring_it_back(lesson):
     length, gradient = lesson.small_penalty(1.0)
     assert length == 0 and gradient.isnan().all()
-    _, gradient = lesson.small_penalty(1.0, eps=1e-12)
+    _, gradient = lesson.small_penalty(1.0, lambda x: (x + 1e-12).sqrt())
     assert gradient.isfinite().all() and not gradient.any()
     true_length, grads = by_hand(lesson, unit=1e-3, plain=0.0)
-    for how in ({"scale": 2.0**16}, {"scale": 1.0, "dtype": torch.bfloat16}):
-        length, gradient = lesson.small_penalty(**how)
-        assert length == pytest.approx(true_length, rel=0.02)
-        assert lesson.distance(gradient.double(), grads[0]) < 0.05
+    length, gradient = lesson.small_penalty(2.0**16)
+    assert length == pytest.approx(true_length, rel=0.02)
+    assert lesson.distance(gradient.double(), grads[0]) < 0.05

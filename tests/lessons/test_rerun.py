@@ -23,7 +23,7 @@ OTHER = {  # one parameter that is not the default, and smaller where that saves
     "05_gradient_underflow": {"unit": 1.0, "seeds": 1, "steps": 20},
     "06_grad_scaler": {"steps": 12, "init_scale": 2.0, "growth_interval": 3, "overflow_step": 5},
     "07_unscaled_clipping": {"max_norm": 0.5, "steps": 5, "seed": 3, "steep_step": 2},
-    "08_accumulation_and_penalty": {"accumulate": 2, "epochs": 2, "seed": 1},
+    "08_accumulation_and_penalty": {"accumulate": 2, "penalty_weight": 0.5, "seed": 1},
     "09_multiple_optimizers": {"steps": 8, "seed": 1},
     "10_amp_recipe": {"precision": "bf16", "batch": 32, "width": 64, "layers": 6, "repeats": 1},
     "11_checkpoint_and_inference": {"precision": "bf16", "steps": 3, "seed": 1},
