@@ -80,15 +80,37 @@ def test_only_a_value_clip_before_unscale_hides_an_inf_and_nothing_hides_a_nan(l
 
 
 @each("max_norm", [0.1, 100.0])
-def test_clip_is_torchs_clip(lesson, max_norm):
-    ours = [torch.randn(3, 2), torch.randn(5)]
-    theirs = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in ours]
-    for parameter, gradient in zip(theirs, ours, strict=True):
-        parameter.grad = gradient.clone()
-    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
-    assert lesson.clip(ours, max_norm) == pytest.approx(expected.item(), rel=1e-5)
-    for parameter, gradient in zip(theirs, ours, strict=True):
-        torch.testing.assert_close(gradient, parameter.grad)
+@each("bad", [1.0, math.inf, math.nan])
+def test_one_multiplication_unscales_and_clips_as_torch_does(lesson, max_norm, bad):
+    steps = {}
+    for kind, scaler in {"ours": lesson.MyScaler(), "torchs": torch.amp.GradScaler("cpu")}.items():
+        weights = [torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.zeros(5))]
+        optimizer = torch.optim.SGD([*weights, torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        rows = torch.Generator().manual_seed(0)
+        truths = [torch.randn(weight.shape, generator=rows) for weight in weights]
+        truths[1][0] *= bad
+        scaler.scale(sum((w * t).sum() for w, t in zip(weights, truths, strict=True))).backward()
+        if kind == "ours":
+            length = lesson.unscale_and_clip_(scaler, optimizer, max_norm)
+        else:
+            scaler.unscale_(optimizer)
+            length = torch.nn.utils.clip_grad_norm_(weights, max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        steps[kind] = length, [weight.detach() for weight in weights], scaler.get_scale()
+    (ours, mine, scale), (torchs, theirs, theirscale) = steps.values()
+    torch.testing.assert_close(ours, torchs, equal_nan=True)
+    assert scale == theirscale == (65536 if bad == 1.0 else 32768)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    assert mine[0].any() == (bad == 1.0)
+
+
+@each("early", [True, False])
+def test_a_log_tells_where_the_clip_stands_whatever_the_length_of_a_true_gradient(lesson, early):
+    for true in (1e-3, 1.0, 1e4):
+        scales = [2.0 ** (step // 5) for step in range(20)]
+        lengths = [true * 0.95**step * (scales[step] if early else 1) for step in range(20)]
+        assert lesson.clips_too_early(scales, lengths) == early
 
 
 def test_the_lessons_scaler_is_that_of_lesson_6(lesson):
