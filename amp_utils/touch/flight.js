@@ -35,8 +35,8 @@ function verdict(rows, drawn) {
     `The scaler (blue) skipped ${skipped} of ${rows.length} steps.`,
     `Its last scale is ${name(exponent(rows.at(-1).scale))}.`,
     dead || (skipped === rows.length && "It made no step: nothing was learned."),
-    agree === rows.length ? "Yours (orange) is the same in every step."
-      : `Yours (orange) agrees in ${agree} steps and first differs at step ${first}.`,
+    agree === rows.length ? "Yours (thick line) is the same in every step."
+      : `Yours (thick line) agrees in ${agree} steps and first differs at step ${first}.`,
   ].filter(Boolean).join(" ");
 }
 
@@ -148,7 +148,7 @@ function figure(stage, {init, interval, ceiling, steps, bad}) {
     bomb.setAttribute("aria-pressed", marked[state.at - 1]);
     go.setAttribute("aria-pressed", state.flown);
     stage.say(state.flown ? verdict(rows, drawn)
-      : `Your staircase (orange) begins at ${name(drawn[0])} and ends at ${name(drawn.at(-1))}. ` +
+      : `Your staircase (the thick line) begins at ${name(drawn[0])} and ends at ${name(drawn.at(-1))}. ` +
         "Draw it with the pointer or the last two sliders, then press Fly.");
   };
 }

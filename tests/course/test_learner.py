@@ -146,7 +146,7 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     reader.runs_all()
     reader.reads_below("lesson.predict(guess_weight", "✗ you predicted 1.5; measured: 1.7")
     reader.reads_below("lesson.predict(guess_scale", "✓ as you predicted: 256")
-    reader.reads_below("touch.flight(init_scale", "Your staircase (orange) begins at")
+    reader.reads_below("touch.flight(init_scale", "Your staircase (the thick line) begins at")
     reader.presses("PageDown", "slider", "ceiling")
     reader.presses("Enter", "button", "Fly")
     reader.sees("The scaler (blue) skipped")
