@@ -18,11 +18,44 @@ def lesson():
     return load("09", device=CPU, seed=0)
 
 
-def test_a_second_update_doubles_the_scale_sooner_and_changes_no_loss(lesson):
-    runs = [lesson.train(torch.float16, 7, updates, growth_interval=3) for updates in (1, 2)]
-    once, twice = runs
-    assert once["losses"] == twice["losses"] and len(once["losses"]) == 14
-    assert [run["scale"] for run in runs] == [2.0**12, 2.0**14]
+@each("bad", [False, True])
+def test_a_second_update_changes_the_scale_and_no_loss(lesson, bad):
+    losses, scales = [], []
+    for updates in (1, 2):
+        nets, optimizers = lesson.new_gan()
+        start = 2.0**20 if bad else 2.0**10
+        scaler = torch.amp.GradScaler("cpu", init_scale=start, growth_interval=3)
+        losses.append([])
+        for _ in range(7):
+            loss, fake = lesson.discriminator_phase(nets, optimizers[1], scaler, torch.float16)
+            if updates == 2:
+                scaler.update()
+            other = lesson.generator_phase(nets, optimizers[0], scaler, torch.float16, fake)
+            scaler.update()
+            losses[-1] += [loss, other]
+        scales.append(scaler.get_scale())
+    if bad:
+        assert all(scale < 2.0**20 for scale in scales) and all(map(math.isfinite, losses[1]))
+    else:
+        assert losses[0] == losses[1] and scales == [2.0**12, 2.0**14]
+
+
+@each("k", [1, 3])
+def test_a_longer_iteration_steps_each_network_its_number_of_times(lesson, k):
+    for kind in (torch.amp.GradScaler, LossScaler):
+        nets, optimizers = lesson.new_gan()
+        scaler = kind("cpu", init_scale=1024.0, growth_interval=k + 1)
+        for _ in range(2):
+            lesson.long_iteration(nets, optimizers, scaler, k)
+        assert [lesson.steps_made(optimizer) for optimizer in optimizers] == [2, 2 * k]
+        assert scaler.get_scale() == 4096
+
+
+def test_skipped_steps_do_not_count(lesson):
+    _, optimizers = lesson.new_gan()
+    assert [lesson.steps_made(optimizer) for optimizer in optimizers] == [0, 0]
+    run = lesson.train(torch.float16, 3, init_scale=2.0**60)
+    assert run["made"] == [0, 0] and run["scale"] == 2.0**57
 
 
 def test_a_second_step_of_one_optimizer_needs_an_update_between(lesson):
@@ -125,28 +158,3 @@ def test_step_together_is_all_or_none(lesson, kind, bad):
     assert lesson.step_together(scaler, optimizers) is (not bad)
     assert [weight.item() for weight in weights] == ([0, 0] if bad else [-5, 2])
     assert scaler.get_scale() == (512 if bad else 1024)
-
-
-def test_one_note_per_optimizer_makes_my_scaler_torchs(lesson):
-    """The same losses to the bit in the GAN, in both phases and with a growing scale."""
-
-    def losses(make):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.amp, "GradScaler", make)
-            return lesson.train(torch.float16, 8, growth_interval=3)["losses"]
-
-    class Mine(lesson.ManyScaler):
-        def __init__(self, device_type, init_scale, enabled, growth_interval):
-            super().__init__(init_scale, growth_interval)
-
-        def get_scale(self):
-            return self.loss_scale.item()
-
-    theirs = losses(torch.amp.GradScaler)
-    assert losses(Mine) == theirs
-
-    class OneNote(Mine):
-        unscale_, step = lesson.MyScaler.unscale_, lesson.MyScaler.step
-        update = lesson.MyScaler.update
-
-    assert losses(OneNote) != theirs
