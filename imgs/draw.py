@@ -141,7 +141,7 @@ def ddp_step(axes: Axes) -> None:
         (backward, LOW, 6.3),
         ("unscale_, step,\nupdate", FULL, 2.2),
     ]
-    notes = "Blue: the ranks average one bucket of gradients, in float32, while backward goes on."
+    notes = "Blue: the ranks average one bucket of gradients while backward goes on."
     x = ranks_step(axes, columns, notes)[2]
     for i, begin in enumerate((1.5, 3.1, 4.7)):
         rounded(axes, x + begin, 1.22, 1.4, 0.86, MEET)
@@ -150,10 +150,7 @@ def ddp_step(axes: Axes) -> None:
 
 
 def fsdp_step(axes: Axes) -> None:
-    """A step of FSDP2: the ranks meet before each pass of a layer, and after its backward.
-
-    In `unscale_` they meet once more: what the lesson asks, so that the picture leaves it open.
-    """
+    """A step of FSDP2: the ranks meet before each pass of a layer, and after its backward."""
     columns = [
         ("its piece\nfloat32", FULL, 1.45),
         ("all-gather\nthe layer's\nweights\nparam_dtype", MEET, 1.85),
@@ -163,7 +160,7 @@ def fsdp_step(axes: Axes) -> None:
         ("reduce-\nscatter\nthe mean\nreduce_dtype", MEET, 1.95),
         ("unscale_,\nstep,\nupdate", OPEN, 1.45),
     ]
-    notes = "Blue: the ranks meet. White: do they meet here, too? That is a question below."
+    notes = "Blue: the ranks exchange weights or gradients. White: they only ask for infinities."
     begins = ranks_step(axes, columns, notes)
     for first, last, words in (
         (1, 2, "each layer, from the first to the last"),

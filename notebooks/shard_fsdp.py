@@ -9,13 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-A = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-B = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-RUNS = {  # a policy, and whether the forward pass runs under autocast
-    "autocast": (MixedPrecisionPolicy(), True),
-    "a": (A, False),
-    "b": (B, False),
-    "both": (B, True),
+POLICIES = {
+    "param_dtype alone": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "both": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
 
 
@@ -38,17 +34,14 @@ def sharded(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> n
     torch.manual_seed(0)  # the same weights on all ranks: fully_shard copies none
     net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
     mesh = init_device_mesh(device.type, (ranks,))  # the ranks that share the weights
-    fully_shard(net[0], mesh=mesh, mp_policy=policy)  # in a large network, each block
+    fully_shard(net[0], mesh=mesh, mp_policy=policy)
     fully_shard(net[2], mesh=mesh, mp_policy=policy)
-    whole = replace(policy, output_dtype=torch.float32)  # so the loss gets float32
-    # the root; without this line each layer is a root, and keeps its weights after forward
-    fully_shard(net, mesh=mesh, mp_policy=whole)
+    root = replace(policy, output_dtype=torch.float32)  # the loss gets float32
+    fully_shard(net, mesh=mesh, mp_policy=root)
     return net
 
 
-def dtypes(
-    device: torch.device, ranks: int, policy: MixedPrecisionPolicy, autocast: bool
-) -> dict:
+def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> dict:
     """Where the first layer has which dtype, and a loss computed inside the network."""
     net = sharded(device, ranks, policy)
     weight, seen = net[0].weight, {}
@@ -59,8 +52,7 @@ def dtypes(
     net[0].register_forward_hook(look)
     seen["kept"], seen["piece"] = str(weight.dtype), list(weight.to_local().shape)
     with Traffic() as traffic:
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            output = net(torch.ones(4, 2, device=device))
+        output = net(torch.ones(4, 2, device=device))
         output.square().mean().backward()
     seen |= {"gathers": len(traffic.messages["allgather"])}
     seen |= {name: " ".join(sorted({*dtypes})) for name, dtypes in traffic.messages.items()}
@@ -91,6 +83,6 @@ def overflow_in_one_piece(rank: int, ranks: int, device: torch.device) -> dict:
 
 
 def measure(rank: int, ranks: int, device: torch.device) -> dict:
-    """The dtypes of each run, and the step with an infinity."""
-    seen = {name: dtypes(device, ranks, *run) for name, run in RUNS.items()}
+    """The dtypes under each policy, and the step with an infinity."""
+    seen = {name: dtypes(device, ranks, policy) for name, policy in POLICIES.items()}
     return seen | {"overflow": overflow_in_one_piece(rank, ranks, device)}

@@ -72,24 +72,24 @@ def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
 
 
 def average(state, bucket):
-    """A communication hook: the ranks average a bucket in the dtype of your choice."""
+    """A communication hook: the ranks average a bucket, in `dtype` if one is given."""
     sent, dtype = state
-    gradients = bucket.buffer()  # float32
-    message = gradients.to(dtype) / dist.get_world_size()
+    gradients = bucket.buffer()  # one flat tensor
+    message = gradients.to(dtype or gradients.dtype) / dist.get_world_size()
     sent.append(message.nbytes)
     dist.all_reduce(message)  # adds up the ranks' messages, and waits for the sum
-    future = torch.futures.Future()
-    future.set_result(gradients.copy_(message))  # float32 again
+    future = torch.futures.Future()  # a box, which may also be filled later
+    future.set_result(gradients.copy_(message))  # casts the average back
     return future
 
 
-def accumulate(rank, ranks, device, dtype=torch.float32, quiet=True) -> dict:
-    """One gradient from four micro-batches; if `quiet`, only the last one sends a message."""
+def accumulate(rank, ranks, device, quiet=True, dtype=None) -> dict:
+    """The gradient of four micro-batches, three of them under `no_sync` if `quiet`."""
     torch.manual_seed(0)
-    layer = nn.Linear(64, 64).to(device)  # 4160 weights and biases, 4 bytes each
+    layer = nn.Linear(64, 64).to(device)  # 4160 weights and biases
     net = DistributedDataParallel(layer)
     sent = []  # the bytes of each message
-    net.register_comm_hook((sent, dtype), average)
+    net.register_comm_hook((sent, dtype), average)  # averages as DDP does, and counts
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
 
     def forward_and_backward(batch):
@@ -98,11 +98,10 @@ def accumulate(rank, ranks, device, dtype=torch.float32, quiet=True) -> dict:
         scaler.scale(loss).backward()
 
     batches = torch.randn(4, ranks, 16, 64)[:, rank].to(device)  # this rank's share of each
-    # in FSDP2: net.set_requires_gradient_sync(False), then True; ranks keep whole gradients
     with net.no_sync() if quiet else nullcontext():
         for batch in batches[:3]:
             forward_and_backward(batch)
-    forward_and_backward(batches[3])  # averages the sum of all four
+    forward_and_backward(batches[3])
     return {"sent": sent, "gradient": layer.weight.grad.cpu()}
 
 
@@ -121,8 +120,8 @@ def experiments(here: tuple, steps: int, overflow_step: int, seed: int) -> dict:
         "fp32": train(*here, torch.float32, steps, seed=seed),
         "fp16": train(*here, torch.float16, steps, overflow_step, seed),
         "every micro-batch": accumulate(*here, quiet=False),
-        "no_sync, float32": accumulate(*here),
-        "no_sync, bfloat16": accumulate(*here, torch.bfloat16),
+        "no_sync": accumulate(*here),
+        "no_sync, bfloat16": accumulate(*here, dtype=torch.bfloat16),
         "two devices": refusal(),
     }
 
