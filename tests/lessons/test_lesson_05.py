@@ -52,9 +52,32 @@ def test_a_small_eps_makes_metres_as_good_as_millimetres(lesson):
     assert metres[-1] < 0.9 * lesson.train(lesson.new_skin(0), torch.float32, 1)[-1]
 
 
-@each("exponent", [-40, -24, -3, 5])
-def test_the_window_agrees_with_torch(lesson, exponent):
-    value = torch.tensor([1.5 * 2.0**exponent])
-    low, high = lesson.window(value)
-    assert (value * low).half() > 0 and (value * low / 2).half() == 0
-    assert (value * high).half().isfinite() and (value * high * 2).half().isinf()
+# One gradient of each of three layers in float32, and what diagnose should find.
+CASES = {
+    "none is too small": ([1.0, 2.0**-24, -1.0], [], 1),
+    "one is too small": ([1.0, -(2.0**-25), 1.0], [1], 2),
+    "two of different sizes": ([2.0**-40, 1.0, 2.0**-26], [0, 2], 2**16),
+    "zero in float32, too": ([0.0, 0.0, 2.0**-26], [2], 4),
+    "all zero": ([0.0, 0.0, 0.0], [], 1),
+}
+
+
+@each("case", CASES)
+def test_a_diagnosis_names_the_layers_and_the_scale_that_revives_them(lesson, case):
+    values, layers, scale = CASES[case]
+
+    def make_gradients(dtype, S):
+        return [(torch.tensor([0.0, value]) * S).to(dtype).float() for value in values]
+
+    assert lesson.diagnose(make_gradients) == (layers, scale)
+
+
+def test_the_diagnosis_of_the_drum_skin(lesson):
+    def make_gradients(dtype, S):
+        gradients = lesson.gradients_of(lesson.new_skin(0), dtype, S)
+        return [gradient * S for gradient in gradients[::2]]
+
+    layers, scale = lesson.diagnose(make_gradients)
+    assert layers == [0, 1, 2]
+    assert all(gradient.any() for gradient in make_gradients(torch.float16, scale))
+    assert not all(gradient.any() for gradient in make_gradients(torch.float16, scale / 2))
