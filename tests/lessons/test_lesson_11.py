@@ -152,20 +152,31 @@ def test_the_saved_scaler_and_torchs_load_each_other(lesson):
     assert theirs.get_scale() == 2.0**8 and ours.state_dict()["_growth_tracker"] == 2
 
 
-def test_the_counter_sees_the_casts_of_its_weight_alone(lesson):
-    net, request = torch.nn.Linear(4, 4), torch.ones(4, 4)
-    with lesson.CastCounter(net.weight) as counter, torch.inference_mode():
-        for _ in range(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                net(request)
-    assert counter.casts == 2
-    with lesson.CastCounter(net.bfloat16().weight) as counter, torch.no_grad():
-        net(request.bfloat16())
-    assert counter.casts == 0
+def test_a_converted_network_takes_no_casts(lesson):
+    net = lesson.new_run("fp16", 0).net
+    assert lesson.casts_under(torch.inference_mode, net) == 18
+    assert lesson.casts_under(torch.inference_mode, net.bfloat16()) == 0
 
 
-@each("frozen, casts", [(False, 1), (True, 3)])
-def test_without_a_graph_autocast_keeps_only_weights_that_require_a_gradient(lesson, frozen, casts):
+def test_a_checkpoint_of_another_device_brings_the_cpus_random_state_alone(lesson):
+    checkpoint = lesson.snapshot(trained(lesson))
+    checkpoint["rng"]["mps"] = torch.zeros(16, dtype=torch.uint8)
+    lesson.restore(lesson.new_run("fp16", 99), checkpoint)
+    assert torch.equal(torch.get_rng_state(), checkpoint["rng"]["cpu"])
+
+
+def test_a_disabled_scalers_state_is_refused_on_the_way_to_fp16_alone(lesson):
+    checkpoint = lesson.snapshot(trained(lesson, "bf16"))
+    with pytest.raises(RuntimeError, match="source state dict is empty"):
+        lesson.restore(lesson.new_run("fp16", 0), checkpoint)
+    lesson.restore(lesson.new_run("fp16", 0), checkpoint, without="scaler")
+    lesson.restore(lesson.new_run("fp32", 0), lesson.snapshot(trained(lesson, "fp16")))
+
+
+@each("frozen, casts", [(False, 6), (True, 18)])
+def test_without_a_graph_autocast_keeps_only_parameters_that_require_a_gradient(
+    lesson, frozen, casts
+):
     net = lesson.new_run("fp16", 0).net.requires_grad_(not frozen)
     assert lesson.casts_under(torch.no_grad, net) == casts
-    assert lesson.casts_under(torch.inference_mode, net) == 3
+    assert lesson.casts_under(torch.inference_mode, net) == 18
