@@ -85,20 +85,20 @@ def test_your_step_gives_torchs_losses_and_weights(lesson, pieces, name):
     assert all(map(torch.equal, their_net.parameters(), our_net.parameters()))
 
 
-def test_rounding_by_chance_keeps_every_bf16_number_and_the_mean(lesson):
+def test_stochastic_rounding_keeps_every_bf16_number_and_the_mean(lesson):
     torch.manual_seed(0)
     exact = torch.arange(1 << 15, dtype=torch.int32).mul(1 << 16).view(torch.float32)
     exact = torch.cat([exact, -exact])[torch.cat([exact, exact]).isfinite()]
-    assert torch.equal(lesson.by_chance(exact), exact)
+    assert torch.equal(lesson.stochastic(exact), exact)
     x = torch.full((100_000,), 1 + 2**-9)  # a quarter of the way to the next
-    up = (lesson.by_chance(x) > 1).double().mean().item()
+    up = (lesson.stochastic(x) > 1).double().mean().item()
     assert up == pytest.approx(0.25, abs=0.01)
 
 
 def test_a_run_with_bf16_weights_holds_nothing_but_bf16_numbers(lesson):
     lesson.race.__globals__["unseen_loss"] = lambda net, count: 0.0
     runs = []
-    for how in ({}, {"rounding": lesson.nearest}, {"rounding": lesson.by_chance}):
+    for how in ({}, {"rounding": lesson.nearest}, {"rounding": lesson.stochastic}):
         runs.append(lesson.race(0, low=torch.bfloat16, **how))
         assert all(math.isfinite(loss) for loss in runs[-1].losses)
     nets = [list(run.net.parameters()) for run in runs]
@@ -137,6 +137,28 @@ def test_large_values_and_late_positions_change_nothing_in_float32_and_much_in_f
             off = (net(x) - exact).abs().max()
         assert not off < 0.1, part
     assert torch.equal(net(x), exact), "the patches are gone again"
+
+
+@each("low", [torch.float16, torch.bfloat16])
+def test_safe_parts_survive_what_breaks_naive_ones(lesson, low):
+    x = torch.full((2, 64), 300.0).to(low)
+    torch.testing.assert_close(lesson.safe_norm(x), torch.ones_like(x), rtol=0, atol=0.01)
+    scores = lesson.safe_scores(x, x, 1000.0)
+    torch.testing.assert_close(scores, torch.full((2, 2), 5760.0).to(low), rtol=0.01, atol=0)
+    assert not lesson.safe_norm(0 * x).any()
+    if low == torch.float16:
+        assert not lesson.naive_norm(x).any() and lesson.naive_scores(x, x, 1000.0).isinf().all()
+
+
+@each("dtype", [torch.float16, torch.bfloat16])
+def test_safe_parts_mend_the_model(lesson, pieces, dtype):
+    net, (x, _) = awake(lesson), pieces
+    lesson.in_16_bits.__globals__["trained"] = net
+    exact, safe = net(x), (lesson.safe_scores, lesson.safe_norm)
+    for part in ("norm", "scores"):
+        with lesson.in_16_bits(dtype, 32, 4000, *safe)[part]:
+            off = (net(x) - exact).abs().max()
+        assert off < (0.1 if dtype == torch.float16 else 1), part
 
 
 def test_a_cache_in_float32_changes_nothing(lesson, pieces):
