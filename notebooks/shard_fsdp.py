@@ -1,18 +1,14 @@
-"""FSDP2 with mixed precision: what train_ddp.py measures on each of its ranks."""
+"""FSDP2 in lesson 13, one rank. Its arguments: the source of `split`, and the device."""
 
 import math
-from dataclasses import replace
+import sys
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-
-POLICIES = {
-    "param_dtype alone": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-    "both": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-}
 
 
 class Traffic(TorchDispatchMode):
@@ -29,21 +25,14 @@ class Traffic(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def sharded(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> nn.Module:
-    """A small network, of which each rank keeps a piece."""
-    torch.manual_seed(0)  # the same weights on all ranks: fully_shard copies none
-    net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
-    mesh = init_device_mesh(device.type, (ranks,))  # the ranks that share the weights
-    fully_shard(net[0], mesh=mesh, mp_policy=policy)
-    fully_shard(net[2], mesh=mesh, mp_policy=policy)
-    root = replace(policy, output_dtype=torch.float32)  # the loss gets float32
-    fully_shard(net, mesh=mesh, mp_policy=root)
-    return net
+def network(device: torch.device) -> nn.Sequential:
+    """A small network with the same weights on all ranks: fully_shard copies none."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
 
 
-def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> dict:
-    """Where the first layer has which dtype, and a loss computed inside the network."""
-    net = sharded(device, ranks, policy)
+def dtypes(net: nn.Sequential, device: torch.device) -> dict:
+    """Where the first layer of a split network has which dtype in a step, without a scaler."""
     weight, seen = net[0].weight, {}
 
     def look(layer, x, y):
@@ -52,37 +41,54 @@ def dtypes(device: torch.device, ranks: int, policy: MixedPrecisionPolicy) -> di
     net[0].register_forward_hook(look)
     seen["kept"], seen["piece"] = str(weight.dtype), list(weight.to_local().shape)
     with Traffic() as traffic:
-        output = net(torch.ones(4, 2, device=device))
-        output.square().mean().backward()
+        net(torch.ones(4, 2, device=device)).float().square().mean().backward()
     seen |= {"gathers": len(traffic.messages["allgather"])}
     seen |= {name: " ".join(sorted({*dtypes})) for name, dtypes in traffic.messages.items()}
-    return seen | {"output": str(output.dtype), "gradient": str(weight.grad.dtype)}
+    return seen | {"gradient": str(weight.grad.dtype)}
 
 
-def overflow_in_one_piece(rank: int, ranks: int, device: torch.device) -> dict:
+def overflow_in_one_piece(net: nn.Sequential, device: torch.device, last: bool) -> dict:
     """One fp16 step with an infinity in the last rank's piece of a gradient."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-    net = sharded(device, ranks, policy)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # after fully_shard: of the pieces
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
-    loss = net(torch.ones(4, 2, device=device)).square().mean()  # the policy casts to fp16
+    loss = net(torch.ones(4, 2, device=device)).float().square().mean()
     scaler.scale(loss).backward()
     weight = net[0].weight
     before = weight.to_local().clone()  # this rank's piece
     piece = weight.grad.to_local()
-    if rank == ranks - 1:
+    if last:
         piece[0, 0] = math.inf
     infinities = piece.isinf().sum().item()
     scaler.unscale_(optimizer)
-    norm = nn.utils.get_total_norm([p.grad for p in net.parameters()])  # as for clipping
     scaler.step(optimizer)
     scaler.update()
     moved = (weight.to_local() - before).abs().max().item()
-    seen = {"infinities": infinities, "norm": norm.full_tensor().item()}
-    return seen | {"moved": moved, "scale": scaler.get_scale()}
+    return {"infinities": infinities, "moved": moved, "scale": scaler.get_scale()}
 
 
-def measure(rank: int, ranks: int, device: torch.device) -> dict:
-    """The dtypes under each policy, and the step with an infinity."""
-    seen = {name: dtypes(device, ranks, policy) for name, policy in POLICIES.items()}
-    return seen | {"overflow": overflow_in_one_piece(rank, ranks, device)}
+def main() -> None:
+    from train_ddp import join  # the file beside this one
+
+    rank, ranks, device = join(sys.argv[2])
+    space = globals() | {"DeviceMesh": DeviceMesh, "fully_shard": fully_shard}
+    space |= {"MixedPrecisionPolicy": MixedPrecisionPolicy}
+    exec(sys.argv[1], space)
+    mesh = init_device_mesh(device.type, (ranks,))  # the ranks that share the weights
+
+    def split(*dtypes: torch.dtype) -> nn.Sequential:
+        net = network(device)
+        space["split"](net, mesh, *dtypes)
+        return net
+
+    last = rank == ranks - 1
+    seen = {"param_dtype alone": dtypes(split(torch.bfloat16), device)}
+    seen |= {"both": dtypes(split(torch.bfloat16, torch.float32), device)}
+    net = split(torch.float16, torch.float32)
+    seen |= {"overflow": overflow_in_one_piece(net, device, last)}
+    torch.save(seen, f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

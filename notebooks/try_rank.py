@@ -40,7 +40,9 @@ def main() -> None:
         left.append(0 if net.weight.grad is None else net.weight.grad.abs().max().item())
 
     net.weight.register_hook(look)
-    space["train_rank"](net, x, y, rank, ranks)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024)
+    space["train_rank"](net, optimizer, scaler, x, y, rank, ranks)
     weights = nn.utils.parameters_to_vector(net.parameters()).detach()
     seen = {"x": x, "y": y, "weights": weights, "outputs": outputs}
     seen |= {"gradients": gradients, "left": left, "messages": messages}
