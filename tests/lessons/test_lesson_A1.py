@@ -7,7 +7,8 @@ import pytest
 import torch
 from support.each import each
 
-from amp_utils.course.notebook import load
+from amp_utils.course import ROOT
+from amp_utils.course.notebook import cells, choose, load
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def lesson():
 def adam(lesson, lr, **options):
     """The history of a fit with Adam, from the lesson's start and in the lesson's old units."""
     w = lesson.start()
-    return lesson.train(w, torch.optim.Adam(w, lr=lr, **options), lesson.points)
+    return lesson.train(w, torch.optim.Adam([w], lr=lr, **options), lesson.points)
 
 
 def test_points_lie_on_the_curve(lesson):
@@ -27,23 +28,21 @@ def test_points_lie_on_the_curve(lesson):
     np.testing.assert_allclose(np.polyfit(x.double(), y.double(), 2), lesson.TRUTH, atol=1e-4)
 
 
-def test_new_units_are_the_same_curve_and_the_same_points(lesson):
-    for old, new, unit in zip(lesson.start(), lesson.new_start(), lesson.UNITS, strict=True):
-        assert new.is_leaf and new.requires_grad
-        torch.testing.assert_close(new * unit, old)
+def test_the_new_unit_is_the_same_curve_and_the_same_points(lesson):
+    old, new = lesson.start(), lesson.new_start()
+    assert new.is_leaf and new.requires_grad
+    torch.testing.assert_close(new * lesson.UNIT, old)
     lesson.set_seed(7)
     x, y = lesson.points()
     lesson.set_seed(7)
     new_x, new_y = lesson.new_points()
-    assert new_x.abs().max() <= 1 and new_y.max() < 1.01
-    torch.testing.assert_close((new_x * 10, new_y * 500), (x, y))
-    powers = torch.stack([new_x * new_x, new_x, torch.ones_like(new_x)], dim=1)
-    torch.testing.assert_close(powers @ (lesson.TRUTH / lesson.UNITS), new_y)
+    assert new_y.max() < 1.01
+    torch.testing.assert_close((new_x, new_y * 500), (x, y))
 
 
 def test_at_the_guides_learning_rate_only_the_intercept_is_late(lesson):
     history = adam(lesson, 0.1)
-    torch.testing.assert_close(history[0], torch.cat(lesson.start()).detach())
+    torch.testing.assert_close(history[0], lesson.start().detach())
     error = (history[-1] - lesson.TRUTH).abs()
     assert history.shape == (1001, 3) and len(history.unique(dim=0)) == 1001
     assert error[0] < 0.01 and error[1] < 0.01 and error[2] > 0.1
@@ -61,55 +60,22 @@ def test_it_is_adams_memory_that_holds_the_intercept_back(lesson):
     assert (late - lesson.TRUTH)[-1, 2].abs() > 0.1 > 1e-4 > (soon - lesson.TRUTH)[-1, 2].abs()
 
 
-def test_a_unit_is_a_learning_rate_to_adam(lesson, monkeypatch):
-    monkeypatch.setattr(lesson, "steps", 200)
+def test_a_larger_unit_is_a_larger_learning_rate_to_adam(lesson, monkeypatch):
+    monkeypatch.setattr(lesson, "steps", 400)
     for seed in (0, 1):
         monkeypatch.setattr(lesson, "seed", seed)
         w = lesson.new_start()
-        by_units = lesson.train(w, torch.optim.Adam(w, lr=0.1), lesson.new_points) * lesson.UNITS
-        moved = (by_units[1] - by_units[0]).abs().tolist()
-        assert moved == pytest.approx([0.5, 5.0, 50.0], rel=1e-3)
-        w = lesson.start()
-        rates = [{"params": v, "lr": lr} for v, lr in zip(w, (0.5, 5.0, 50.0), strict=True)]
-        by_rates = lesson.train(w, torch.optim.Adam(rates), lesson.points)
-        torch.testing.assert_close(by_rates, by_units, rtol=1e-2, atol=2e-3)
-        assert (by_units[-1, 2] - 3).abs() < 0.1 < (adam(lesson, 0.1)[-1, 2] - 3).abs()
+        adams = torch.optim.Adam([w], lr=0.1)
+        in_new_unit = lesson.train(w, adams, lesson.new_points) * lesson.UNIT
+        moved = (in_new_unit[1] - in_new_unit[0]).abs()
+        torch.testing.assert_close(moved, torch.full([3], 50.0), rtol=1e-3, atol=0)
+        torch.testing.assert_close(adam(lesson, 50.0), in_new_unit, rtol=1e-4, atol=1e-3)
+        assert (in_new_unit[-1, 2] - 3).abs() < 0.01 < (adam(lesson, 0.1)[-1, 2] - 3).abs()
 
 
-def test_sgd_has_no_single_rate_in_the_old_units_and_one_in_the_new(lesson):
-    def sgd(w, lr, points):
-        return (lesson.train(w, torch.optim.SGD(w, lr=lr), points)[-1]).tolist()
-
-    assert math.isnan(sgd(lesson.start(), 0.0006, lesson.points)[2])
-    w0, _, intercept = sgd(lesson.start(), 0.0004, lesson.points)
-    assert abs(w0 - 5) < 0.1 and abs(intercept - 3) > 2
-    assert abs(500 * sgd(lesson.new_start(), 0.5, lesson.new_points)[2] - 3) < 1e-3
-
-
-def in_units(lesson, x_unit, y_unit, optimizer, lr):
-    """The weights, in the old units, that a fit with these two units ends at."""
-    units = torch.tensor([y_unit / x_unit**power for power in (2, 1, 0)])
-    old = lesson.start()
-    w = [(one / unit).detach().requires_grad_() for one, unit in zip(old, units, strict=True)]
-
-    def draw():
-        x, y = lesson.points()
-        return x / x_unit, y / y_unit
-
-    return lesson.train(w, optimizer(w, lr=lr), draw)[-1] * units
-
-
-def test_to_sgd_only_the_unit_of_the_inputs_matters(lesson):
-    sgd = torch.optim.SGD
-    torch.testing.assert_close(in_units(lesson, 10, 1, sgd, 0.5), lesson.TRUTH, rtol=0, atol=1e-3)
-    old, new_targets = (in_units(lesson, 1, y_unit, sgd, 0.0004) for y_unit in (1, 500))
-    torch.testing.assert_close(new_targets, old, rtol=1e-3, atol=1e-3)
-
-
-def test_to_adam_the_unit_of_the_targets_makes_a_small_rate_enough(lesson):
-    adam = torch.optim.Adam
-    assert (in_units(lesson, 1, 500, adam, 0.1) - lesson.TRUTH).abs().max() < 0.1
-    assert (in_units(lesson, 10, 1, adam, 0.1) - lesson.TRUTH).abs().max() > 0.1
+def test_after_the_first_steps_they_are_short_for_the_intercept(lesson):
+    steps = adam(lesson, 0.1).diff(dim=0).abs()[:, 2]
+    assert abs(steps[0] - 0.1) < 1e-4 and steps[199] < 0.01 and steps[499] < 0.01
 
 
 def test_outcome_of_a_product_under_autocast(lesson):
@@ -140,11 +106,58 @@ def test_derivative_of_agrees_with_algebra(lesson, f, truth):
         np.testing.assert_allclose(got, [truth(x) for x in array], atol=1e-5)
 
 
-def test_my_adam_goes_the_way_of_torchs(lesson):
-    mine, theirs = (torch.tensor([3.0, -0.5]).requires_grad_() for _ in range(2))
-    my_adam, adam = lesson.MyAdam(mine, 0.03), torch.optim.Adam([theirs], lr=0.03)
-    for step in range(50):
-        for w, optimizer in ((mine, my_adam), (theirs, adam)):
-            w.grad = torch.sin(w.detach() * step) * torch.tensor([1e3, 1e-3])
-            optimizer.step()
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+def test_fit_line_goes_the_way_of_torchs_sgd(lesson):
+    lesson.set_seed(2)
+    x = torch.rand(30)
+    y = 1 - 3 * x + 0.1 * torch.randn(30)
+    w = torch.zeros(2, requires_grad=True)
+    sgd = torch.optim.SGD([w], lr=0.3)
+    for step in range(1, 6):
+        sgd.zero_grad()
+        ((w[0] * x + w[1] - y) ** 2).mean().backward()
+        sgd.step()
+        torch.testing.assert_close(lesson.fit_line(x, y, 0.3, step), w.detach())
+    w0, w1 = lesson.fit_line(x, y, 0.3, 2000).tolist()
+    np.testing.assert_allclose(np.polyfit(x.double(), y.double(), 1), (w0, w1), atol=1e-4)
+
+
+def uphill(x, y, lr, steps):
+    w = torch.zeros(2, requires_grad=True)
+    for _ in range(steps):
+        ((w[0] * x + w[1] - y) ** 2).mean().backward()
+        w = (w + lr * w.grad).detach().requires_grad_()
+    return w.detach()
+
+
+def never_cleared(x, y, lr, steps):
+    w = torch.zeros(2, requires_grad=True)
+    for _ in range(steps):
+        ((w[0] * x + w[1] - y) ** 2).mean().backward()
+        w.data -= lr * w.grad
+    return w.detach()
+
+
+def summed(x, y, lr, steps):
+    w = torch.zeros(2, requires_grad=True)
+    for _ in range(steps):
+        ((w[0] * x + w[1] - y) ** 2).sum().backward()
+        w = (w - lr * w.grad).detach().requires_grad_()
+    return w.detach()
+
+
+@each(
+    "wrong, said",
+    [
+        (uphill, "you walk uphill"),
+        (never_cleared, "you never clear the gradients"),
+        (summed, "is right, not"),
+        (lambda x, y, lr, steps: torch.zeros(2, requires_grad=True), "still watched"),
+        (lambda x, y, lr, steps: [0.0, 0.0], "a tensor of two"),
+    ],
+)
+def test_the_check_of_fit_line_names_the_mistake(lesson, capsys, wrong, said):
+    there = cells(*choose(["A1"], ROOT / "notebooks"))
+    (check,) = (c for c in there if "check" in c.tags and "fit_line" in c.source)
+    exec(check.source, vars(lesson) | {"fit_line": wrong})
+    out = capsys.readouterr().out
+    assert out.startswith("✗ not yet") and said in out
