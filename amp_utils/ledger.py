@@ -100,7 +100,8 @@ def policy(
     statistics of a BatchNorm module in training mode do not.
 
     - lower_precision: float32 inputs run in `dtype`
-    - fp32: `dtype` inputs run in float32
+    - fp32: `dtype` inputs run in float32; of an op made of others, as cross_entropy is on CUDA,
+      perhaps only a part (`on_cuda` shows the dtype in which it begins)
     - promote: mixed inputs are cast by autocast to the widest
     - passthrough: autocast does nothing; mixed inputs are the op's own affair
     - banned: autocast refuses to run it

@@ -329,6 +329,15 @@ def test_a_network_op_by_op(low):
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_on_cuda_cross_entropy_begins_in_the_logits_dtype(dtype):
+    """Autocast widens its last part only: the logarithms of 16-bit logits stay in 16 bits."""
+    model = nn.Module()
+    model.forward = F.cross_entropy
+    (row,) = ledger.on_cuda(model, torch.randn(4, 3, dtype=dtype), torch.randint(3, (4,)))
+    assert (row.ran_in, row.output) == (dtype, torch.float32)
+
+
 def test_a_model_under_the_rules_of_cuda_needs_no_gpu_and_stays_as_it_was():
     class Normalised(nn.Module):
         def __init__(self):
