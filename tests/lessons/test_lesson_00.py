@@ -59,9 +59,9 @@ def test_an_omitted_answer_is_not_given_away(sources, capsys):
 def test_only_the_scaled_fp16_network_learns(sources):
     lesson = load("00", device=torch.device("cpu"), seed=3, steps=20)
     exec(sources[DATA], vars(lesson))
-    runs = {scaled: lesson.train(torch.float16, scaled)[1] for scaled in (False, True)}
-    assert set(runs[False]) == {runs[False][0]}, "an unscaled step changed a weight"
-    assert runs[True][-1] < 0.7 * runs[True][0]
+    runs = {scale: lesson.train(torch.float16, scale)[1] for scale in (1, 65_536)}
+    assert set(runs[1]) == {runs[1][0]}, "an unscaled step changed a weight"
+    assert runs[65_536][-1] < 0.7 * runs[65_536][0]
 
 
 def test_the_solution_of_the_first_exercise_leaves_no_region_open():
@@ -77,7 +77,19 @@ MISTAKES = [  # what somebody may write in exercise 2, and what the check says
     ("scaler.step(optimizer)", "optimizer.step()", "No inf checks"),
     ("scaler.update()", "pass", "step() has already been called"),
     ("    scaler.scale", "        scaler.scale", "line 2: backward ran inside"),
-    ("loss.item()", "loss.detach()", "not a number: <class 'torch.Tensor'>"),
+    (
+        "return loss.item(),",
+        "return loss.detach(),",
+        "not [<class 'torch.Tensor'>, <class 'float'>]",
+    ),
+    ("return loss.item(),", "return", "return two Python numbers, not"),
+    (".weight.grad", ".weight.grad * 65_536", "your gradient is 65,536 times the right one"),
+    (".weight.grad", ".weight.grad / scaler.get_scale()", "is 1.5259e-05 times the right one"),
+    (
+        "optimizer)\n    gradient",
+        "optimizer); scaler.step(optimizer)\n    gradient",
+        "has already been called",
+    ),
 ]
 
 
@@ -85,7 +97,7 @@ MISTAKES = [  # what somebody may write in exercise 2, and what the check says
 def test_the_check_of_the_second_exercise_names_the_mistake(sources, capsys, line, instead, said):
     lesson = vars(load("00", device=torch.device("cpu"), seed=0, steps=20))
     exec(sources[DATA], lesson)
-    lesson["runs"] = {"fp16, scaled loss": lesson["train"](torch.float16, scaled=True)}
+    lesson["runs"] = {"fp16, scaled loss": lesson["train"](torch.float16, 65_536)}
     solution, check = sources["c00-26"], sources["c00-24"]
     assert solution.count(line) == 1
     exec(solution.split("\n\n\ncheck")[0].replace(line, instead), lesson)
