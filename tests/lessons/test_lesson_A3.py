@@ -61,12 +61,14 @@ def test_matched_is_torchs_rule(lesson, first, second):
         assert lesson.matched(first, second) == expected
 
 
-@each("n, m, d", [(1, 1, 1), (5, 3, 2), (3, 3, 3)])
-def test_distances_are_torchs(lesson, n, m, d):
-    generator = torch.Generator().manual_seed(n)
-    a, b = torch.randn(n, d, generator=generator), torch.randn(m, d, generator=generator)
+@each("seed", range(3))
+def test_learn_scores_finds_the_scores_of_the_words(lesson, seed):
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.rand(4, 4, generator=generator) + 9 * torch.eye(4)
+    scores = torch.randn(4, generator=generator)
+    target = (counts / counts.sum(dim=1, keepdim=True)) @ scores
     torch.testing.assert_close(
-        lesson.distances(a, b), torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
+        lesson.learn_scores(counts, target).flatten(), scores, atol=1e-3, rtol=0
     )
 
 
@@ -82,14 +84,31 @@ def test_unbroadcast_is_autograds_way_back(lesson, full, data):
     assert result.dtype == torch.float32 and result.equal(small.grad)
 
 
+def learner(shares: str, difference: str) -> str:
+    """The training of exercise 2 with these two lines, as a learner may leave them."""
+    return f"""def learn_scores(counts, target):
+            shares = {shares}
+            scores = torch.zeros(4, 1, requires_grad=True)
+            optimizer = torch.optim.SGD([scores], lr=1.0)
+            for _ in range(500):
+                loss = ({difference}).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            return scores.detach()"""
+
+
+KEPT, DROPPED = "counts / counts.sum(1, keepdim=True)", "counts / counts.sum(1)"
+COLUMN, VECTOR = "shares @ scores - target[:, None]", "shares @ scores - target"
+
 CHEATS = [  # what an exercise rules out, and what its check says
-    ("cA3-54", "def distances(a, b): return torch.cdist(a, b)", "without torch.cdist, please"),
+    ("cA3-54", learner(DROPPED, VECTOR), "both mistakes are left"),
+    ("cA3-54", learner(DROPPED, COLUMN), "the loss is right, but the rows of shares"),
+    ("cA3-54", learner(KEPT, VECTOR), "the shares are right, but the loss compares"),
     (
         "cA3-54",
-        """def distances(a, b):
-            square = (a * a).sum(1, keepdim=True) + (b * b).sum(1) - 2 * a @ b.T
-            return square.clamp(min=0).sqrt()""",
-        "of points near 1000, a distance is off by",
+        "def learn_scores(counts, target): return torch.zeros(4)",
+        "the scores are [0.0, 0.0, 0.0, 0.0], not [1, 2, 3, 4]",
     ),
     (
         "cA3-59",
