@@ -78,14 +78,21 @@ def test_the_folder_dataset_gives_the_bytes_of_another_encoder_in_a_fixed_order(
         assert (picture.permute(1, 2, 0).numpy() == random_pixels(seed)).all()
 
 
-def test_a_mirrored_dataset_repeats_all_items_with_left_and_right_swapped(lesson, folder):
-    plain = lesson.FolderDataset(folder)
-    mirrored = lesson.Mirrored(plain)
-    assert len(mirrored) == 24
-    for i in range(12):
-        (picture, label), (same, first), (swapped, second) = plain[i], mirrored[i], mirrored[12 + i]
-        assert label == first == second and torch.equal(picture, same)
-        assert (swapped.numpy() == picture.numpy()[:, :, ::-1]).all()
+@pytest.mark.parametrize("load, step, cores", [(24, 12, 8), (25, 10, 8), (10, 30, 4), (24, 5, 2)])
+def test_a_plan_is_the_least_count_that_a_simulation_needs(lesson, load, step, cores):
+    def pace(count: int) -> float:
+        """Milliseconds a batch: `count` workers load one after another, the loop takes in turn."""
+        free, now, ends = [load * k / count for k in range(count)], 0.0, []
+        for i in range(400):
+            free[i % count] += load
+            now = max(now, free[i % count]) + step
+            ends.append(now)
+        return (ends[-1] - ends[199]) / 200
+
+    paces = {count: pace(count) for count in range(1, cores + 1)}
+    best = min(paces.values())
+    count = next(count for count, ms in paces.items() if ms == pytest.approx(best))
+    assert lesson.plan(load, step, cores) == (count, pytest.approx(best))
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
