@@ -127,8 +127,12 @@ def test_a_masked_mean_sends_nothing_back_to_the_fillings(lesson, dtype):
     assert losses.grad.tolist() == [[0.5, 0], [0.5, 0]]
 
 
-@each("width", [1, 2, 9])
-def test_moving_mean_is_a_convolution(lesson, width):
-    x = torch.rand(40, generator=torch.Generator().manual_seed(3)).double()
-    expected = np.convolve(x.numpy(), np.full(width, 1 / width), mode="valid")
-    np.testing.assert_allclose(lesson.moving_mean(x, width), expected)
+@each("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
+def test_a_running_mean_forgets_geometrically(lesson, dtype):
+    values = torch.tensor([[5], [-3], [1], [7]]).to(dtype)
+    average = torch.tensor([2.0])
+    for value in values:
+        lesson.update(average, value, 0.9)
+    weights = 0.1 * 0.9 ** np.arange(4)[::-1]
+    expected = 0.9**4 * 2 + weights @ values.double().numpy()
+    np.testing.assert_allclose(average.double(), expected, rtol=1e-6)
