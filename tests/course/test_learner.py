@@ -124,13 +124,13 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     reader.reads_below("lesson.predict(guess_low", "✓ as you predicted: ['output', 'output.grad']")
 
     reader.reads_below("@lesson.check", "✎ not attempted yet")
-    reader.unfolds("Hint", "It is a context manager, and every tensor knows its .dtype.")
-    reader.unfolds("# Solution of exercise 1", "return (a @ b).dtype")
+    reader.unfolds("Hint", "Which two questions must all of its elements answer with yes?")
+    reader.unfolds("# Solution of exercise 1", "good.append(factor)")
     reader.writes(
         "raise NotImplementedError",
-        "def autocast_dtype(a, b):",
-        "    with torch.autocast('cpu', dtype=torch.bfloat16):",
-        "        return (a @ b).dtype",
+        "def good_factors():",
+        "    grads = {2**k: first_step(torch.float16, 2**k)['output.grad'] for k in range(41)}",
+        "    return [k for k, g in grads.items() if (g.isfinite() & (g != 0)).all()]",
     )
     reader.runs(2)
     reader.reads_below("@lesson.check", "✓ correct")

@@ -64,10 +64,14 @@ def test_only_the_scaled_fp16_network_learns(sources):
     assert runs[65_536][-1] < 0.7 * runs[65_536][0]
 
 
-def test_the_solution_of_the_first_exercise_leaves_no_region_open():
-    matrix = torch.ones(3, 3)
-    assert load("00").autocast_dtype(matrix, matrix) == torch.bfloat16
-    assert not torch.is_autocast_enabled("cpu")
+def test_the_good_factors_lie_between_underflow_and_overflow(sources):
+    lesson = load("00", device=torch.device("cpu"), seed=3)
+    exec(sources[DATA], vars(lesson))
+    gradient = lesson.first_step(torch.bfloat16, 1)["output.grad"].double().abs()
+    factors = lesson.good_factors()
+    assert factors == [factors[0] * 2**k for k in range(len(factors))]
+    assert 1 / 4 < factors[0] * gradient.min() / 2**-24 < 4
+    assert 1 / 4 < factors[-1] * gradient.max() / lesson.unit / 65504 < 4
 
 
 MISTAKES = [  # what somebody may write in exercise 2, and what the check says
