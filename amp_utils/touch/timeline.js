@@ -66,7 +66,7 @@ function verdict(rows, messages) {
 }
 
 function figure(stage, {init, messages}) {
-  const pressed = [0, 1, 2, 3].map(j => CALLS.map((_, c) => j === 3 && c > 0));
+  const pressed = [0, 1, 2, 3].map(() => CALLS.map(() => false));
   let interval = "2000";
   const cells = {};
   const cell = (call, batch, ...inside) => {

@@ -32,11 +32,10 @@ class Row(NamedTuple):
 
 def timeline() -> None:
     """Show four micro-batches; the reader chooses which calls of a scaler follow each."""
-    rows = run([[False] * 4] * 3 + [[False, True, True, True]])
-    (got,) = [row.grad for row in rows if row.call == "step"]
+    rows = run([[False] * 4] * 4)
     alt = (
-        f"Four micro-batches, each with the gradient 1, come scaled by {SCALE:g}. One step after "
-        f"the fourth unscales their sum, and the optimizer gets {got:g}, as it should."
+        f"Four micro-batches, each with the gradient 1, come scaled by {SCALE:g}. No other call "
+        f"has been made, so .grad adds up to {rows[-1].grad:g}."
     )
     frame.show(
         "timeline",
@@ -91,15 +90,12 @@ def _try(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, call: s
 
 def still(rows: list[Row]) -> str:
     """The calls one below the other, each with the gradient that it leaves."""
-    parts = [frame.text(12, 24, "One step after four micro-batches unscales their sum")]
-    for i, row in enumerate(row for row in rows if row.call in ("backward", "unscale_", "step")):
-        y = 54 + 26 * i
-        called = f"backward {row.batch + 1}" if row.call == "backward" else row.call
-        color = frame.BLUE if row.call == "step" else frame.ORANGE
-        width = 320 * row.grad / max(row.grad for row in rows if row.grad)
+    parts = [frame.text(12, 24, "Four scaled gradients add up, and no other call has been made")]
+    for i, row in enumerate(rows):
+        y, width = 54 + 26 * i, 320 * row.grad / rows[-1].grad
         parts += [
-            frame.text(12, y, called),
-            frame.path(f"M110 {y - 5}h{max(width, 1):.5g}", color, 16),
+            frame.text(12, y, f"backward {row.batch + 1}"),
+            frame.path(f"M110 {y - 5}h{width:.5g}", frame.ORANGE, 16),
             frame.text(118 + width, y, f"{row.grad:g}"),
         ]
-    return frame.drawing(520, 54 + 26 * 5, *parts)
+    return frame.drawing(520, 54 + 26 * len(rows), *parts)

@@ -42,6 +42,8 @@ def test_torch_says_something_else_to_each_mistake():
 def test_the_lesson_s_mistake_by_keyboard_alone(opened):
     page = opened(html(timeline))
     said = page.get_by_role("status")
+    assert said.inner_text() == "No step: .grad ends as 4096."
+    page.get_by_role("button", name="step after micro-batch 4").press("Enter")
     assert said.inner_text() == "The step after micro-batch 4 gets 1 + 1 + 1 + 1 = 4, as it should."
     page.get_by_role("button", name="unscale_ after micro-batch 1").press("Enter")
     assert "gets 1 + 1024 + 1024 + 1024 = 3073; right is 4." in said.inner_text()
