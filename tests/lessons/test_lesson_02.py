@@ -112,6 +112,14 @@ def test_a_variance_from_one_pass_is_lost_in_16_bits(lesson, dtype):
     assert x.to(dtype).var(correction=0).item() == pytest.approx(0.01, rel=0.1)
 
 
+def test_a_difference_of_squares_keeps_its_digits_in_fp16(lesson):
+    x, y = np.random.default_rng(0).uniform(-150, 150, (2, 1000)).astype(np.float16)
+    yours = lesson.difference(torch.tensor(x), torch.tensor(y))
+    right = x.astype(np.float64) ** 2 - y.astype(np.float64) ** 2
+    assert yours.dtype == torch.float16
+    np.testing.assert_allclose(yours.double(), right, rtol=2e-3)
+
+
 @each("gradient", [1e-1, 1e-2, 1e-3, -1e-4])
 def test_adams_first_step_is_the_learning_rate_in_float32_and_infinite_in_float16(lesson, gradient):
     sign = math.copysign(1, gradient)
