@@ -152,8 +152,13 @@ def test_gradients_are_rounded_as_factors_are_unless_a_rung_says_otherwise(lesso
     assert lesson.Rung(E4M3FN.round, gradient=E2M1.round).gradient == E2M1.round
 
 
-def test_the_coarsest_scale_is_the_first_that_keeps_the_error_below_six_per_cent(lesson):
-    for errors, kind in (((5.9, 1, 1), "tensor"), ((6, 5.9, 1), "row"), ((9, 6, 5.9), "block")):
-        off = dict(zip(("tensor", "row", "block"), errors, strict=True))
-        assert lesson.coarsest(off) == kind
-    assert lesson.coarsest({"tensor": 6, "row": 6, "block": 6}) == "none"
+def test_reach_compares_the_largest_magnitude_with_the_median_of_all_but_zeros(lesson):
+    assert lesson.reach(torch.tensor([[0.0, -8.0, 2.0], [0.0, 1.0, 0.0]])) == 4
+    assert lesson.reach(torch.tensor([-3.0, 3.0, 3.0])) == 1
+
+
+def test_gigabytes_count_weight_gradient_two_averages_and_a_carry(lesson):
+    pure = lesson.Rung(stored=torch.bfloat16, write=lesson.stochastic)
+    owed = lesson.Rung(stored=torch.bfloat16, write=lesson.kahan)
+    rungs = lesson.Rung(lesson.bf16, lesson.bf16), pure, owed
+    assert [lesson.gigabytes(rung, 3) for rung in rungs] == [48, 24, 30]
