@@ -1,5 +1,6 @@
 """The functions that lesson 12 defines."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +65,43 @@ def test_your_own_amp_is_torchs_at_any_scale(lesson, init_scale):
     lesson.train(mine, 20, lesson.my_autocast)
     assert theirs.losses == mine.losses
     assert theirs.scaler.get_scale() == mine.scaler.loss_scale.item()
+
+
+def with_rules(lesson, **rules):
+    """An autocast with these rules changed."""
+
+    def region(*args, **kwargs):
+        mine = lesson.my_autocast(*args, **kwargs)
+        mine.rules = mine.rules | rules
+        return mine
+
+    return region
+
+
+def test_a_fault_is_found_in_its_part(lesson):
+    def hoarder(*args, kept={}, **kwargs):  # noqa: B006 (the fault)
+        mine = lesson.my_autocast(*args, **kwargs)
+        mine.copies = kept
+        return mine
+
+    class Stubborn(lesson.MyScaler):
+        def update(self):
+            """Never changes the scale."""
+
+    find, fine = lesson.faulty_part, lesson.my_autocast
+    assert find(fine, lesson.MyScaler) == "none"
+    assert find(with_rules(lesson, mse_loss=lesson.LOW), lesson.MyScaler) == "rules"
+    assert find(with_rules(lesson, linear=lesson.WIDE), lesson.MyScaler) == "rules"
+    assert find(hoarder, lesson.MyScaler) == "cache"
+    assert find(fine, Stubborn) == "scaler"
+    assert find(torch.autocast, partial(torch.amp.GradScaler, "cpu")) == "none"
+
+
+@each("start", [2.0**10, 2.0**24])
+def test_skipped_steps_are_those_that_adam_did_not_take(lesson, start):
+    run = lesson.trained("fp16", lesson.MyScaler(start), lesson.my_autocast, 20)
+    assert (lesson.skipped(run) > 0) == (run.scaler.loss_scale < start) == (start > 2**20)
+    assert len(run.losses) == 20 and lesson.skipped(lesson.new_run("fp16", 0)) == 0
 
 
 @each("n", [1, 5, 6])
