@@ -29,22 +29,22 @@ def test_the_tables_bytes_are_those_that_autograd_keeps(lesson, batch, width, la
     }
 
 
-def more(lesson, batch, width, layers):
+def more_kept(lesson, batch, width, layers):
     """How many bytes AMP keeps beyond float32, by what autograd keeps, not by the table."""
     fp32, amp = (sum(lesson.kept(batch, on, width, layers).values()) for on in (False, True))
     return amp - fp32
 
 
 @each("width, layers", [(16, 3), (24, 4), (18, 11)])
-def test_at_the_break_even_both_keep_the_same(lesson, width, layers):
-    batch = round(lesson.break_even_batch(width, layers))
-    before, at, after = (more(lesson, batch + i, width, layers) for i in (-1, 0, 1))
+def test_where_both_keep_the_same(lesson, width, layers):
+    """The batch by which the check of exercise 3 knows that the peak was not asked."""
+    batch = width * (layers - 1) // (layers - 2)
+    before, at, after = (more_kept(lesson, batch + i, width, layers) for i in (-1, 0, 1))
     assert before > 0 == at > after
 
 
-def test_two_layers_never_break_even(lesson):
-    assert lesson.break_even_batch(16, 2) == math.inf
-    excess = [more(lesson, batch, 16, 2) for batch in (1, 1000, 1_000_000)]
+def test_two_layers_always_keep_more(lesson):
+    excess = [more_kept(lesson, batch, 16, 2) for batch in (1, 1000, 1_000_000)]
     assert min(excess) > 0 and len(set(excess)) == 1
 
 
@@ -148,15 +148,26 @@ def more_at_the_peak(lesson, batch, layers, width=1000):
     return amp - fp32
 
 
-@each("layers", [4, 6, 12])
-def test_the_peaks_break_even_a_layer_later(lesson, layers):
-    batch = 1000 * (layers - 2) / (layers - 3)
+@each("layers", [4, 6, 12, 20])
+def test_the_peaks_break_even_where_the_exercise_says(lesson, layers):
+    batch = lesson.break_even_batch(1000, layers)
     before, after = (more_at_the_peak(lesson, round(batch * by), layers) for by in (0.98, 1.02))
     assert before > 0 > after
 
 
 def test_three_layers_never_peak_lower(lesson):
+    assert lesson.break_even_batch(1000, 3) == math.inf
     assert all(more_at_the_peak(lesson, batch, 3) > 0 for batch in (125, 1000, 4000, 100_000))
+
+
+@each("layers", [3, 5, 12, 20])
+@each("batch", [1200, 5000])
+def test_with_more_samples_than_neurons_the_peaks_are_at_the_loss_and_after_it(
+    lesson, batch, layers
+):
+    """For float32 the part of the first gradient, for AMP that of the loss."""
+    fp32, amp = (lesson.alive(batch, layers, on, 1000) for on in (False, True))
+    assert fp32.index(max(fp32)) == layers + 1 and amp.index(max(amp)) == layers
 
 
 @each("old, batch", [(True, 512), (False, 4096)])
