@@ -1,7 +1,6 @@
-"""FSDP2 in lesson 13, one rank. Its arguments: the source of `split`, and the device."""
+"""AMP with FSDP2; on 8 GPUs: torchrun --nproc-per-node 8 shard_fsdp.py --device cuda"""
 
 import math
-import sys
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,40 @@ class Traffic(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def network(device: torch.device) -> nn.Sequential:
-    """A small network with the same weights on all ranks: fully_shard copies none."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
+def split(net: nn.Sequential, mesh: DeviceMesh, param_dtype, reduce_dtype=None) -> None:
+    """Leave this rank its rows of each weight; the mesh lists the ranks."""
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    # A call takes all weights in its module that no earlier call took, as one group, which is
+    # gathered and freed together. So each linear layer gets a call of its own.
+    fully_shard(net[0], mesh=mesh, mp_policy=policy)
+    fully_shard(net[2], mesh=mesh, mp_policy=policy)
+    # The network comes last and becomes the root. Without it, each layer would be a root, and
+    # by default FSDP2 does not free a root's weights between forward and backward.
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+
+
+def train_split(rank, ranks, device, steps, overflow_step, seed) -> torch.Tensor:
+    """The points of train_ddp.py, in fp16 with FSDP2; returns the whole weights."""
+    from train_ddp import points  # the file beside this one
+
+    mesh = init_device_mesh(device.type, (ranks,))  # all ranks, in a row
+    torch.manual_seed(seed)  # new: on each rank the same weights, since FSDP2 copies none
+    net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
+    split(net, mesh, torch.float16, torch.float32)  # new: in place of DDP's wrapper
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)  # of this rank's rows
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+    for step in range(1, steps + 1):
+        x, y = points()
+        if step == overflow_step:
+            y[239] = math.inf
+        x, y = x[rank::ranks].to(device), y[rank::ranks].to(device)
+        optimizer.zero_grad()
+        output = net(x)  # new: without autocast, since the policy casts x and the weights
+        loss = nn.functional.mse_loss(output.float(), y)  # new: cast by hand, to float32
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return torch.cat([weight.full_tensor().detach().flatten() for weight in net.parameters()])
 
 
 def dtypes(net: nn.Sequential, device: torch.device) -> dict:
@@ -39,7 +68,8 @@ def dtypes(net: nn.Sequential, device: torch.device) -> dict:
         seen.update(used=str(y.dtype), loss=str(nn.functional.mse_loss(y, y).dtype))
 
     net[0].register_forward_hook(look)
-    seen["kept"], seen["piece"] = str(weight.dtype), list(weight.to_local().shape)
+    seen["kept"] = str(weight.dtype)
+    seen["pieces"] = [list(layer.weight.to_local().shape) for layer in (net[0], net[2])]
     with Traffic() as traffic:
         net(torch.ones(4, 2, device=device)).float().square().mean().backward()
     seen |= {"gathers": len(traffic.messages["allgather"])}
@@ -67,24 +97,25 @@ def overflow_in_one_piece(net: nn.Sequential, device: torch.device, last: bool) 
 
 
 def main() -> None:
-    from train_ddp import join  # the file beside this one
+    from train_ddp import join, options
 
-    rank, ranks, device = join(sys.argv[2])
-    space = globals() | {"DeviceMesh": DeviceMesh, "fully_shard": fully_shard}
-    space |= {"MixedPrecisionPolicy": MixedPrecisionPolicy}
-    exec(sys.argv[1], space)
-    mesh = init_device_mesh(device.type, (ranks,))  # the ranks that share the weights
+    chosen = options()
+    rank, ranks, device = here = join(chosen.device)
+    mesh = init_device_mesh(device.type, (ranks,))
 
-    def split(*dtypes: torch.dtype) -> nn.Sequential:
-        net = network(device)
-        space["split"](net, mesh, *dtypes)
+    def new(*policy: torch.dtype) -> nn.Sequential:
+        """A split network, the same in each call."""
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
+        split(net, mesh, *policy)
         return net
 
-    last = rank == ranks - 1
-    seen = {"param_dtype alone": dtypes(split(torch.bfloat16), device)}
-    seen |= {"both": dtypes(split(torch.bfloat16, torch.float32), device)}
-    net = split(torch.float16, torch.float32)
-    seen |= {"overflow": overflow_in_one_piece(net, device, last)}
+    seen = {"param_dtype alone": dtypes(new(torch.bfloat16), device)}
+    seen |= {"both": dtypes(new(torch.bfloat16, torch.float32), device)}
+    net = new(torch.float16, torch.float32)
+    seen |= {"overflow": overflow_in_one_piece(net, device, rank == ranks - 1)}
+    weights = train_split(*here, chosen.steps, chosen.overflow_step, chosen.seed)
+    seen |= {"weights": weights.cpu()}
     torch.save(seen, f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -57,7 +57,8 @@ def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
         x, y = points()  # 240 points, and the height of a wave there
         if step == overflow_step:
             y[239] = math.inf  # the last of 240 points belongs to the last of 2, 3 or 4 ranks
-        x = x[rank::ranks].to(device)  # new: this rank's share of the points
+        # new: this rank's share of the points (with a DataLoader, use DistributedSampler)
+        x = x[rank::ranks].to(device)
         y = y[rank::ranks].to(device)
         optimizer.zero_grad()
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
@@ -72,15 +73,13 @@ def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
 
 
 def average(state, bucket):
-    """A communication hook: the ranks average a bucket, in `dtype` if one is given."""
+    """A hook that averages in `dtype`, if one is given; torch has a bf16_compress_hook, too."""
     sent, dtype = state
     gradients = bucket.buffer()  # one flat tensor
     message = gradients.to(dtype or gradients.dtype) / dist.get_world_size()
     sent.append(message.nbytes)
-    dist.all_reduce(message)  # adds up the ranks' messages, and waits for the sum
-    future = torch.futures.Future()  # a box, which may also be filled later
-    future.set_result(gradients.copy_(message))  # casts the average back
-    return future
+    future = dist.all_reduce(message, async_op=True).get_future()  # so backward can go on
+    return future.then(lambda done: gradients.copy_(done.value()[0]))  # casts the average back
 
 
 def accumulate(rank, ranks, device, quiet=True, dtype=None) -> dict:
@@ -88,7 +87,7 @@ def accumulate(rank, ranks, device, quiet=True, dtype=None) -> dict:
     torch.manual_seed(0)
     layer = nn.Linear(64, 64).to(device)  # 4160 weights and biases
     net = DistributedDataParallel(layer)
-    sent = []  # the bytes of each message
+    sent = []  # the bytes of each message, as average hands it to the all-reduce
     net.register_comm_hook((sent, dtype), average)  # averages as DDP does, and counts
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
 
@@ -98,6 +97,7 @@ def accumulate(rank, ranks, device, quiet=True, dtype=None) -> dict:
         scaler.scale(loss).backward()
 
     batches = torch.randn(4, ranks, 16, 64)[:, rank].to(device)  # this rank's share of each
+    # Forward runs inside too, because DDP decides there whether backward will send.
     with net.no_sync() if quiet else nullcontext():
         for batch in batches[:3]:
             forward_and_backward(batch)
@@ -126,13 +126,18 @@ def experiments(here: tuple, steps: int, overflow_step: int, seed: int) -> dict:
     }
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
+    """What stands behind the script's name in the command."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--overflow-step", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    chosen = options()
     here = rank, *_ = join(chosen.device)
     saved = experiments(here, chosen.steps, chosen.overflow_step, chosen.seed)
     saved |= {"backend": dist.get_backend()}
