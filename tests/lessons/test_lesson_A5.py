@@ -105,14 +105,16 @@ def test_the_compilers_setting_alone_makes_the_difference(lesson):
 
 def test_the_fp16_island_loses_a_small_gradient_and_scaling_saves_it(lesson):
     compiled = torch.compile(lesson.island, backend="aot_eager")
-    assert (lesson.gradient(lesson.island, torch.float16, 1e-8) != 0).all()
-    assert (lesson.gradient(compiled, torch.float16, 1e-8) == 0).all()
-    scaled = lesson.gradient(compiled, torch.float16, 1e-8 * 2**20)
-    assert (scaled != 0).all() and lesson.error(scaled) < 0.01
+    assert lesson.error(lesson.gradient(lesson.island, torch.float16, 1e-6)) < 1e-6
+    assert (lesson.gradient(compiled, torch.float16, 1e-6) == 0).all()
+    scaled = lesson.gradient(compiled, torch.float16, 1e-6 * 2**16)
+    assert 1e-5 < lesson.error(scaled) < 1e-3
 
 
 @each("part, least, most", [("model", 0, 1e-6), ("network", 1e-4, 1e-1)])
-def test_the_island_keeps_its_gradient_where_the_whole_model_is_compiled(lesson, part, least, most):
+def test_a_model_keeps_all_its_gradients_where_the_whole_model_is_compiled(
+    lesson, part, least, most
+):
     options, gradients = {"backend": "aot_eager", "fullgraph": True}, []
     for compiled in ("nothing", part):
         torch.manual_seed(0)
@@ -122,10 +124,10 @@ def test_the_island_keeps_its_gradient_where_the_whole_model_is_compiled(lesson,
         elif compiled == "network":
             model.network = torch.compile(model.network, **options)
         first_loss = lesson.train(model, steps=1)
-        gradients.append(model.head.grad.clone())
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
         assert lesson.train(model, steps=20) < first_loss / 2
-    plain, found = gradients
-    assert least <= ((found - plain).norm() / plain.norm()).item() < most
+    for plain, found in zip(*gradients, strict=True):
+        assert least <= ((found - plain).norm() / plain.norm()).item() < most
 
 
 def test_with_fullgraph_the_ninth_graph_of_a_loop_is_an_error(lesson):
@@ -135,8 +137,17 @@ def test_with_fullgraph_the_ninth_graph_of_a_loop_is_an_error(lesson):
         lesson.graphs_after(lesson.gather_loop, calls, fullgraph=True)
 
 
-@each("largest", [1e-4, 9.9e-4, 1.1e-3, 5.0])
-def test_boosted_is_the_branch(lesson, largest):
-    x = torch.tensor([largest, -largest / 3])
-    expected = x * 1000 + 1 if largest < 1e-3 else x + 1
-    torch.testing.assert_close(lesson.boosted_whole(x), expected)
+@each("factor", [1, 9])  # without the division and with it
+def test_the_mended_classifier_is_one_graph_with_the_gradients_of_eager_mode(lesson, factor):
+    y, gradients = torch.arange(len(lesson.x)) % 10, []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = lesson.Mended()
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        loss = lesson.mended_loss(model, factor * lesson.x, y)
+        loss.backward()
+        assert loss.dtype == torch.float32
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, found in zip(*gradients, strict=True):
+        assert torch.equal(plain, found) and plain.norm() > 0
