@@ -25,7 +25,7 @@ class Traffic(TorchDispatchMode):
 
 
 def split(net: nn.Sequential, mesh: DeviceMesh, param_dtype, reduce_dtype=None) -> None:
-    """Leave this rank its rows of each weight; the mesh lists the ranks."""
+    """Leave this rank its piece of each weight; the mesh lists the ranks."""
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     # A call takes all weights in its module that no earlier call took, as one group, which is
     # gathered and freed together. So each linear layer gets a call of its own.
@@ -44,7 +44,7 @@ def train_split(rank, ranks, device, steps, overflow_step, seed) -> torch.Tensor
     torch.manual_seed(seed)  # new: on each rank the same weights, since FSDP2 copies none
     net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
     split(net, mesh, torch.float16, torch.float32)  # new: in place of DDP's wrapper
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)  # of this rank's rows
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)  # of this rank's pieces
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
     for step in range(1, steps + 1):
         x, y = points()
