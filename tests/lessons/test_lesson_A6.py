@@ -98,8 +98,10 @@ def test_a_plan_is_the_least_count_that_a_simulation_needs(lesson, load, step, c
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_sharded_by_worker_every_picture_comes_once_and_unsharded_once_a_worker(lesson, shards):
     names = [f"{shape}/{i}.png" for shape in CLASSES for i in range(4)]
-    assert lesson.times_seen(lesson.ShardedTarDataset(shards), **FORK) == Counter(names)
-    assert lesson.times_seen(lesson.TarDataset(shards), **FORK) == Counter(names * 2)
+    assert lesson.times_seen(DataLoader(lesson.ShardedTarDataset(shards), 3, **FORK)) == Counter(
+        names
+    )
+    assert lesson.times_seen(DataLoader(lesson.TarDataset(shards), 3, **FORK)) == Counter(names * 2)
 
 
 @pytest.mark.parametrize("options", [{}, FORK])
@@ -121,6 +123,14 @@ def test_persistent_workers_never_hear_of_a_later_epoch(lesson, shards):
     for dataset.epoch in range(8):
         epochs.add(tuple(name for _, _, name in loader))
     assert len(epochs) == 1
+
+
+def test_reshuffled_shards_come_once_each_in_a_new_order_from_persistent_workers(lesson, shards):
+    dataset = lesson.ReshuffledTarDataset(shards)
+    loader = DataLoader(dataset, None, persistent_workers=True, **FORK)
+    epochs = [tuple(name for _, _, name in loader) for _ in range(8)]
+    assert all(len(set(epoch)) == len(epoch) == 12 for epoch in epochs)
+    assert len(set(epochs)) > 1
 
 
 def test_an_epoch_and_half_of_one_leave_no_worker(lesson, folder):
