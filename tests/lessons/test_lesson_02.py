@@ -95,6 +95,26 @@ def test_in_fp16_the_naive_cross_entropy_loses_its_gradient_before_its_value(les
     assert lost.isnan().all() and kept.tolist() == pytest.approx([0.5, -0.5], abs=1e-3)
 
 
+def test_the_cross_entropy_keeps_a_loss_near_0_beside_large_logits(lesson):
+    labels, logits = torch.tensor([1.0, 0.0]), torch.tensor([1000.0, 988.0])
+    right = math.log1p(math.exp(-12))
+    assert lesson.cross_entropy(labels, logits).item() == pytest.approx(right, rel=0.05)
+    assert (logits - logits.logsumexp(0))[0] == 0  # not shifted first: it cancels
+
+
+def test_the_guides_cross_entropy_refuses_four_samples_of_three_classes(lesson):
+    with pytest.raises(RuntimeError, match="must match"):
+        lesson.guide_cross_entropy(torch.ones(4, 3), torch.zeros(4, 3))
+
+
+@each("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_torchs_attention_gives_a_row_that_is_hidden_entirely_weights_of_0(dtype):
+    scores, eye = torch.zeros(1, 4, dtype=dtype), torch.eye(4, dtype=dtype)
+    visible = torch.zeros(1, 4, dtype=torch.bool)
+    weights = F.scaled_dot_product_attention(scores, eye, eye, attn_mask=visible)
+    assert weights.tolist() == [[0.0] * 4]
+
+
 def test_subtracting_the_maximum_does_not_guard_a_long_sum_in_fp16(lesson):
     zeros = torch.zeros(70_000).half()
     labels = F.one_hot(torch.tensor(0), 70_000)
