@@ -51,6 +51,16 @@ function run(pressed, init, interval) {
 
 const short = number => String(Number(number.toPrecision(8)));
 
+// What a next group would find: a gradient that is left, a scaler that waits for update, or neither.
+function left(rows) {
+  const at = call => rows.findLastIndex(row => row.call === call);
+  const found = [
+    rows.at(-1).grad && `.grad is still ${short(rows.at(-1).grad)}`,
+    Math.max(at("step"), at("unscale_")) > at("update") && "the scaler waits for update",
+  ].filter(Boolean);
+  return found.length ? `For a next group, ${found.join(" and ")}.` : "All is ready for a next group.";
+}
+
 // What is to be said of a run: the error, or what reached the optimizer.
 function verdict(rows, messages) {
   const error = rows.at(-1).error, steps = rows.filter(row => row.call === "step" && !row.error);
@@ -62,6 +72,7 @@ function verdict(rows, messages) {
   });
   if (error) said.push(`After micro-batch ${rows.at(-1).batch + 1} torch raises ${messages[error]}`);
   else if (!steps.length) said.push(`No step: .grad ends as ${short(rows.at(-1).grad)}.`);
+  else said.push(left(rows));
   return said.join(" ");
 }
 

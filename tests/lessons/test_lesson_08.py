@@ -1,5 +1,6 @@
 """The functions that lesson 8 defines."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -74,13 +75,35 @@ def test_the_page_drops_or_leaks_the_tail(lesson, batches, k):
         assert steps[batches // k].sum() == pytest.approx(1 + batches % k / k)
 
 
+def gradient_of(optimizer):
+    return optimizer.param_groups[0]["params"][0].grad
+
+
 def test_hands_off_in_the_middle(lesson):
     assert lesson.two_micro_batches() == 2
     assert lesson.two_micro_batches(lambda scaler, opt: scaler.unscale_(opt)) == 1025
     assert lesson.two_micro_batches(lambda scaler, opt: scaler.update(2048.0)) == 1.5
-    assert lesson.two_micro_batches(second=1e38) == 0
+    assert lesson.two_micro_batches(lambda scaler, opt: gradient_of(opt).fill_(math.inf)) == 0
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        lesson.two_micro_batches(lambda scaler, opt: scaler.update())
     with pytest.raises(RuntimeError, match="already been called"):
         lesson.two_micro_batches(lambda scaler, opt: [scaler.unscale_(opt) for _ in range(2)])
+
+
+@each("growth_interval, length", [(1, 1.5), (2000, 2)])
+def test_the_update_of_a_second_optimizer_may_double_the_scale_in_mid_group(
+    growth_interval, length
+):
+    one, other = (torch.nn.Parameter(torch.zeros(())) for _ in range(2))
+    optimizer, second = (torch.optim.SGD([weight], lr=1.0) for weight in (one, other))
+    scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=growth_interval)
+    scaler.scale(one * 1).backward()
+    scaler.scale(other * 1).backward()
+    scaler.step(second)
+    scaler.update()
+    scaler.scale(one * 1).backward()
+    scaler.step(optimizer)
+    assert one.item() == -length
 
 
 def steps_of(pressed):
@@ -102,12 +125,21 @@ def steps_of(pressed):
     return steps
 
 
-def test_the_four_buttons_make_two_groups_and_none_can_be_spared():
-    second, fourth = ("step", "update", "zero_grad"), ("step",)
-    assert steps_of([(), second, (), fourth]) == [2, 2]
-    assert steps_of([(), ("step", "update"), (), fourth]) != [2, 2]
-    with pytest.raises(RuntimeError, match="already been called"):
-        steps_of([(), ("step", "zero_grad"), (), fourth])
+def test_six_buttons_make_two_groups_ready_for_a_third_and_none_can_be_spared():
+    closed, third = ("step", "update", "zero_grad"), [(), ("step",)]
+    assert steps_of([(), closed, (), closed, *third]) == [2, 2, 2]
+    for place in (1, 3):
+        for spared in closed:
+            pressed = [(), closed, (), closed, *third]
+            pressed[place] = tuple(name for name in closed if name != spared)
+            if spared == "update":
+                with pytest.raises(RuntimeError, match="already been called"):
+                    steps_of(pressed)
+            elif spared == "step":
+                with pytest.raises(AssertionError, match="No inf checks were recorded"):
+                    steps_of(pressed)
+            else:
+                assert steps_of(pressed) != [2, 2, 2]
 
 
 def test_the_penalty_on_inputs_survives_torchs_first_scale(lesson):
@@ -167,3 +199,22 @@ def test_eps_under_the_root_avoids_the_nan_but_not_the_underflow(lesson, scale, 
     (outer,) = torch.autograd.grad(2.0**16 * length, net[0].weight)
     got = "nan" if outer.isnan().all() else "fine" if outer.any() else "zero"
     assert (got, bool(outer.isinf().any())) == (slope, False)
+
+
+@each("scaled", [True, False])
+def test_no_loss_scale_helps_an_inner_pass_that_is_not_scaled(lesson, scaled):
+    net = lesson.new_net()
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    before, steps = lesson.flat(net.parameters()).detach(), 20
+    for _ in range(steps):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = 1e-6 * mse_loss(net(XY), WAVE)
+        scale = scaler.scale(torch.ones(())) if scaled else torch.ones(())
+        inner = torch.autograd.grad(scale * loss, net.parameters(), create_graph=True)
+        length = (lesson.flat(inner) / scale).square().sum().sqrt()
+        scaler.scale(loss + 0.1 * length).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == (2.0**16 if scaled else 2.0 ** (16 - steps))
+    assert torch.equal(before, lesson.flat(net.parameters())) != scaled

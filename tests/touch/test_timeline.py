@@ -44,9 +44,30 @@ def test_the_lesson_s_mistake_by_keyboard_alone(opened):
     said = page.get_by_role("status")
     assert said.inner_text() == "No step: .grad ends as 4096."
     page.get_by_role("button", name="step after micro-batch 4").press("Enter")
-    assert said.inner_text() == "The step after micro-batch 4 gets 1 + 1 + 1 + 1 = 4, as it should."
+    assert said.inner_text() == (
+        "The step after micro-batch 4 gets 1 + 1 + 1 + 1 = 4, as it should. "
+        "For a next group, .grad is still 4 and the scaler waits for update."
+    )
     page.get_by_role("button", name="unscale_ after micro-batch 1").press("Enter")
     assert "gets 1 + 1024 + 1024 + 1024 = 3073; right is 4." in said.inner_text()
     page.get_by_role("button", name="unscale_ after micro-batch 2").press("Space")
     assert said.inner_text().endswith(figure.message(["unscale_", "unscale_"]))
     assert page.locator("td", has_text="error").count() == 1
+
+
+@full
+def test_it_says_when_all_is_ready_for_a_next_group(opened):
+    page = opened(html(timeline))
+    said = page.get_by_role("status")
+    for batch in (2, 4):
+        for call in ("step", "zero_grad", "update"):
+            page.get_by_role("button", name=f"{call} after micro-batch {batch}").press("Enter")
+    right = [
+        f"The step after micro-batch {batch} gets 1 + 1 = 2, as it should." for batch in (2, 4)
+    ]
+    assert said.inner_text() == " ".join([*right, "All is ready for a next group."])
+    page.get_by_role("button", name="zero_grad after micro-batch 4").press("Enter")
+    assert said.inner_text().endswith("For a next group, .grad is still 2.")
+    page.get_by_role("button", name="zero_grad after micro-batch 4").press("Enter")
+    page.get_by_role("button", name="update after micro-batch 4").press("Enter")
+    assert said.inner_text().endswith("For a next group, the scaler waits for update.")
