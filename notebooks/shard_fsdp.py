@@ -27,12 +27,12 @@ class Traffic(TorchDispatchMode):
 def split(net: nn.Sequential, mesh: DeviceMesh, param_dtype, reduce_dtype=None) -> None:
     """Leave this rank its piece of each weight; the mesh lists the ranks."""
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    # A call takes all weights in its module that no earlier call took, as one group, which is
-    # gathered and freed together. So each linear layer gets a call of its own.
+    # Each call makes one group of all weights in its module that no earlier call took. A group
+    # is gathered and freed as a whole, so each linear layer gets a call of its own.
     fully_shard(net[0], mesh=mesh, mp_policy=policy)
     fully_shard(net[2], mesh=mesh, mp_policy=policy)
-    # The network comes last and becomes the root. Without it, each layer would be a root, and
-    # by default FSDP2 does not free a root's weights between forward and backward.
+    # The last call makes the whole network the root. Without it, each layer would be a root,
+    # whose weights FSDP2 by default keeps whole from forward to backward.
     fully_shard(net, mesh=mesh, mp_policy=policy)
 
 
@@ -45,13 +45,14 @@ def train_split(rank, ranks, device, steps, overflow_step, seed) -> torch.Tensor
     net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
     split(net, mesh, torch.float16, torch.float32)  # new: in place of DDP's wrapper
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)  # of this rank's pieces
-    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)  # bf16 needs none
     for step in range(1, steps + 1):
         x, y = points()
         if step == overflow_step:
             y[239] = math.inf
         x, y = x[rank::ranks].to(device), y[rank::ranks].to(device)
         optimizer.zero_grad()
+        # To accumulate: net.set_requires_gradient_sync(False); True before the last micro-batch
         output = net(x)  # new: without autocast, since the policy casts x and the weights
         loss = nn.functional.mse_loss(output.float(), y)  # new: cast by hand, to float32
         scaler.scale(loss).backward()

@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+from collections import defaultdict
 from contextlib import nullcontext
 
 import torch
@@ -11,18 +12,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+def meeting() -> str:
+    """Where the ranks meet: torchrun tells them, unless `launch` names a file."""
+    file = os.environ.get("INIT_METHOD")
+    numbers = "?rank={RANK}&world_size={WORLD_SIZE}".format_map(os.environ)
+    return file + numbers if file else "env://"
+
+
 def join(wanted: str) -> tuple[int, int, torch.device]:
-    """Meet the other ranks: this one's number, how many there are, and its device."""
-    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"  # torchrun sets them
-    rank, ranks, local, neighbours = (int(os.environ[name]) for name in names)
+    """Meet the other ranks; returns this rank's number, how many there are, and its device."""
+    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device, backend = torch.device("cpu"), "gloo"
-    if wanted == "cuda" and torch.cuda.device_count() >= neighbours:
+    if wanted == "cuda" and torch.cuda.device_count() >= here:  # a GPU for each rank here
         device, backend = torch.device("cuda", local), "nccl"
         torch.cuda.set_device(device)
-    meeting = os.environ.get("INIT_METHOD", "env://")  # `launch` sets another
-    # new: the ranks meet
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks)
-    return rank, ranks, device
+    dist.init_process_group(backend, init_method=meeting())  # torchrun says where they meet
+    return dist.get_rank(), dist.get_world_size(), device
 
 
 def points() -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,11 +36,12 @@ def points() -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.sin(3 * x[:, :1]) * x[:, 1:]
 
 
-def note(story: dict, net: nn.Module, loss: torch.Tensor, scaler: torch.amp.GradScaler) -> None:
+def note(story: dict, net: nn.Module, output, loss, scaler: torch.amp.GradScaler) -> None:
     """Write down a step: for a lesson only, since each .item() waits for the device."""
     weights = nn.utils.parameters_to_vector(net.parameters()).detach().cpu().clone()
     scale = scaler.get_scale()
     story["weights"].append(weights)
+    story["output"].append(str(output.dtype))
     story["loss"].append(loss.item())
     story["finite"].append(all(p.grad.isfinite().all().item() for p in net.parameters()))
     story["skipped"].append(scale < story["scale"][-1])  # a skipped step lowers the scale
@@ -43,7 +49,7 @@ def note(story: dict, net: nn.Module, loss: torch.Tensor, scaler: torch.amp.Grad
 
 
 def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
-    """Train on this rank's share of the points; what happened in each step."""
+    """Train on this rank's share of the points; returns what happened in each step."""
     torch.manual_seed(seed + rank)  # on purpose, each rank draws other weights
     net = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1)).to(device)
     if dist.is_initialized():  # torchrun started this process
@@ -51,15 +57,13 @@ def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     fp16 = dtype == torch.float16
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled=fp16)
-    story = {"weights": [], "loss": [], "finite": [], "skipped": []}
-    story["scale"] = [scaler.get_scale()]
+    story = defaultdict(list, scale=[scaler.get_scale()])
     for step in range(1, steps + 1):
         x, y = points()  # 240 points, and the height of a wave there
         if step == overflow_step:
             y[239] = math.inf  # the last of 240 points belongs to the last of 2, 3 or 4 ranks
-        # new: this rank's share of the points (with a DataLoader, use DistributedSampler)
-        x = x[rank::ranks].to(device)
-        y = y[rank::ranks].to(device)
+        # new: this rank's share (with a DataLoader: DistributedSampler, set_epoch each epoch)
+        x, y = x[rank::ranks].to(device), y[rank::ranks].to(device)
         optimizer.zero_grad()
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             output = net(x)
@@ -67,9 +71,8 @@ def train(rank, ranks, device, dtype, steps, overflow_step=0, seed=0) -> dict:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        note(story, net, loss, scaler)  # for the lesson's figures
-    story["output"] = str(output.dtype)
-    return story
+        note(story, net, output, loss, scaler)  # for the lesson's figures
+    return dict(story)
 
 
 def average(state, bucket):
