@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.each import each
 
-from amp_utils import models
+from amp_utils import memory, models
 from amp_utils.course import notebook
 
 CPU = torch.device("cpu")
@@ -132,6 +132,14 @@ def test_a_last_loss_left_by_an_earlier_float32_run_explains_2025(lesson):
     assert once == pytest.approx(twice - 8 * 4096**2 / 1e6, abs=0.1)
 
 
+def test_a_last_loss_adds_three_matrices_to_amps_peak_and_two_to_float32s(lesson):
+    held = lesson.recipe_peaks("loss", 4096, False, runs=(False, False, True))[1:]
+    nothing = lesson.recipe_peaks("nothing", 4096, False)
+    matrix = 4 * 4096**2 / 1e6
+    added = [(peak - bare) / matrix for peak, bare in zip(held, nothing, strict=True)]
+    assert added == pytest.approx([2, 3], abs=0.01)
+
+
 @each("batch", [4096, 16384])
 @each("amp, forward, later", [(False, (12, 20), (16, 20)), (True, (18, 20), (16, 18))])
 def test_a_steps_peaks_are_sums_of_matrices(lesson, batch, amp, forward, later):
@@ -153,6 +161,31 @@ def test_the_peaks_break_even_where_the_exercise_says(lesson, layers):
     batch = lesson.break_even_batch(1000, layers)
     before, after = (more_at_the_peak(lesson, round(batch * by), layers) for by in (0.98, 1.02))
     assert before > 0 > after
+
+
+@each("layers, foreach", [(4, False), (12, False), (12, True)])
+def test_adams_state_leaves_what_amp_saves_and_adds_to_both_peaks(lesson, layers, foreach):
+    """With many samples; `alive` again, for the second step of another optimizer."""
+    width, batch = 512, 4 * 512
+
+    def peak(amp):
+        with memory.without_data(), memory.watch() as watched:
+            net, (x, y) = models.mlp(width, width, width, layers), torch.empty(2, batch, width)
+            optimizer = torch.optim.Adam(net.parameters(), foreach=foreach)
+            for _ in range(2):
+                watched.reset_peak()
+                with torch.autocast("cpu", dtype=torch.float16, enabled=amp):
+                    loss = lesson.fake_mse(net(x), y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                del loss
+        return (watched.peak - 2 * x.nbytes) / 1e6
+
+    plain = [max(lesson.alive(batch, layers, on, width)) for on in (False, True)]
+    state = 8 * layers * width**2 / 1e6
+    adam = [peak(on) for on in (False, True)]
+    assert adam == pytest.approx([bare + state for bare in plain], rel=0.005)
 
 
 def test_three_layers_never_peak_lower(lesson):
