@@ -124,7 +124,7 @@ def test_a_learner_guesses_solves_unfolds_and_sees_the_progress(browser, address
     reader.reads_below("lesson.predict(guess_low", "✓ as you predicted: ['output', 'output.grad']")
 
     reader.reads_below("@lesson.check", "✎ not attempted yet")
-    reader.unfolds("Hint", "Which two questions must all of its elements answer with yes?")
+    reader.unfolds("Hint", "What two things must hold for each element?")
     reader.unfolds("# Solution of exercise 1", "good.append(factor)")
     reader.writes(
         "raise NotImplementedError",
