@@ -100,6 +100,7 @@ def _be_a_rank() -> None:
     it. The pipe from the launching process does: it closes when that process ends.
     """
     threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
+    os.environ["INIT_METHOD"] += "?rank={RANK}&world_size={WORLD_SIZE}".format_map(os.environ)
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as Python does for a script
     runpy.run_path(sys.argv[0], run_name="__main__")

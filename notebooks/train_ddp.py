@@ -12,21 +12,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def meeting() -> str:
-    """Where the ranks meet: torchrun tells them, unless `launch` names a file."""
-    file = os.environ.get("INIT_METHOD")
-    numbers = "?rank={RANK}&world_size={WORLD_SIZE}".format_map(os.environ)
-    return file + numbers if file else "env://"
-
-
 def join(wanted: str) -> tuple[int, int, torch.device]:
     """Meet the other ranks; returns this rank's number, how many there are, and its device."""
-    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    local, neighbours = (int(os.environ[n]) for n in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     device, backend = torch.device("cpu"), "gloo"
-    if wanted == "cuda" and torch.cuda.device_count() >= here:  # a GPU for each rank here
+    if wanted == "cuda" and torch.cuda.device_count() >= neighbours:  # a GPU for each
         device, backend = torch.device("cuda", local), "nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=meeting())  # torchrun says where they meet
+    # they meet as torchrun says, unless the lesson's `launch` names a place
+    dist.init_process_group(backend, init_method=os.environ.get("INIT_METHOD"))
     return dist.get_rank(), dist.get_world_size(), device
 
 
