@@ -92,18 +92,17 @@ def test_hands_off_in_the_middle(lesson):
 
 @each("growth_interval, length", [(1, 1.5), (2000, 2)])
 def test_the_update_of_a_second_optimizer_may_double_the_scale_in_mid_group(
-    growth_interval, length
+    lesson, growth_interval, length
 ):
-    one, other = (torch.nn.Parameter(torch.zeros(())) for _ in range(2))
-    optimizer, second = (torch.optim.SGD([weight], lr=1.0) for weight in (one, other))
-    scaler = torch.amp.GradScaler("cpu", 1024.0, growth_interval=growth_interval)
-    scaler.scale(one * 1).backward()
-    scaler.scale(other * 1).backward()
-    scaler.step(second)
-    scaler.update()
-    scaler.scale(one * 1).backward()
-    scaler.step(optimizer)
-    assert one.item() == -length
+    def step_another(scaler, _):
+        scaler.set_growth_interval(growth_interval)
+        weight = torch.nn.Parameter(torch.zeros(()))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaler.scale(weight * 1).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert lesson.two_micro_batches(step_another) == length
 
 
 def steps_of(pressed):
@@ -189,13 +188,18 @@ def test_the_amp_penalty_is_the_plain_penalty_is_the_true_one(lesson, seed, monk
     assert length_32 == length and torch.equal(gradient_32, gradient)
 
 
-@each("scale, eps, slope", [(1.0, 0.0, "nan"), (1.0, 1e-12, "zero"), (2.0**16, 0.0, "fine")])
-def test_eps_under_the_root_avoids_the_nan_but_not_the_underflow(lesson, scale, eps, slope):
-    net = lesson.new_net()
+def small_loss_and_length(lesson, net, scale, eps=0.0):
+    """A loss a million times too small for fp16, and the length of its inner gradient."""
     with torch.autocast("cpu", dtype=torch.float16):
         loss = 1e-6 * mse_loss(net(XY), WAVE)
     inner = torch.autograd.grad(scale * loss, net.parameters(), create_graph=True)
-    length = ((lesson.flat(inner) / scale).square().sum() + eps).sqrt()
+    return loss, ((lesson.flat(inner) / scale).square().sum() + eps).sqrt()
+
+
+@each("scale, eps, slope", [(1.0, 0.0, "nan"), (1.0, 1e-12, "zero"), (2.0**16, 0.0, "fine")])
+def test_eps_under_the_root_avoids_the_nan_but_not_the_underflow(lesson, scale, eps, slope):
+    net = lesson.new_net()
+    _, length = small_loss_and_length(lesson, net, scale, eps)
     (outer,) = torch.autograd.grad(2.0**16 * length, net[0].weight)
     got = "nan" if outer.isnan().all() else "fine" if outer.any() else "zero"
     assert (got, bool(outer.isinf().any())) == (slope, False)
@@ -207,11 +211,8 @@ def test_no_loss_scale_helps_an_inner_pass_that_is_not_scaled(lesson, scaled):
     optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
     before, steps = lesson.flat(net.parameters()).detach(), 20
     for _ in range(steps):
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = 1e-6 * mse_loss(net(XY), WAVE)
-        scale = scaler.scale(torch.ones(())) if scaled else torch.ones(())
-        inner = torch.autograd.grad(scale * loss, net.parameters(), create_graph=True)
-        length = (lesson.flat(inner) / scale).square().sum().sqrt()
+        scale = scaler.scale(torch.ones(())) if scaled else 1.0
+        loss, length = small_loss_and_length(lesson, net, scale)
         scaler.scale(loss + 0.1 * length).backward()
         scaler.step(optimizer)
         scaler.update()

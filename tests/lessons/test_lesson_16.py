@@ -99,8 +99,8 @@ def test_a_run_with_bf16_weights_holds_nothing_but_bf16_numbers(lesson):
     lesson.race.__globals__["unseen_loss"] = lambda net, count: 0.0
     runs = []
     ways = None, lesson.nearest, lesson.stochastic, lesson.Remembering()
-    for how in ({"rounding": way} for way in ways):
-        runs.append(lesson.race(0, low=torch.bfloat16, **how))
+    for way in ways:
+        runs.append(lesson.race(0, low=torch.bfloat16, rounding=way))
         assert all(math.isfinite(loss) for loss in runs[-1].losses)
     nets = [list(run.net.parameters()) for run in runs]
     narrow = [all(torch.equal(p, p.bfloat16().float()) for p in net) for net in nets]
